@@ -1,0 +1,1 @@
+from treedec.models import load_target

@@ -1,0 +1,115 @@
+"""Token trees: what a drafter proposes and one target pass verifies.
+
+A tree is two integer arrays per row of the batch. Node 0 is the *root*: the last committed token, whose key and value are
+not in the cache yet. Every other node is a candidate; `parents` points backwards, so the order is topological. A chain
+(vanilla speculative decoding) is a tree with one branch, and plain decoding is a tree with one node.
+
+Trees live on the CPU: drafters build them and the acceptance walk reads them there. The target moves what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class TreeError(ValueError):
+    """A malformed token tree; the message names the row and the node."""
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """One token tree per row of a batch, padded to a common number of nodes.
+
+    Attributes:
+        tokens: `[B, N]` int64, CPU. Token ids; `tokens[b, 0]` is the last committed token of row `b`.
+        parents: `[B, N]` int64, CPU. `parents[b, 0] == -1`; otherwise `0 <= parents[b, i] < i`.
+        counts: `[B]` int64, CPU. Row `b` uses nodes `0 … counts[b] - 1`; the rest is padding. A row that has finished
+            generating has count 0.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    counts: Tensor
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TokenTree:
+        """Build a padded tree from one `(tokens, parents)` pair per row; an empty pair is a finished row."""
+        width = max(1, max((len(tokens) for tokens, _ in rows), default=1))
+        tokens = torch.zeros(len(rows), width, dtype=torch.long)
+        parents = torch.zeros(len(rows), width, dtype=torch.long)
+        parents[:, 0] = -1
+        for row, (row_tokens, row_parents) in enumerate(rows):
+            if len(row_tokens) != len(row_parents):
+                raise TreeError(f"row {row}: {len(row_tokens)} tokens but {len(row_parents)} parents")
+            tokens[row, : len(row_tokens)] = torch.as_tensor(row_tokens, dtype=torch.long)
+            parents[row, : len(row_parents)] = torch.as_tensor(row_parents, dtype=torch.long)
+        return cls(tokens, parents, torch.tensor([len(row_tokens) for row_tokens, _ in rows]))
+
+    @classmethod
+    def chains(cls, rows: Sequence[Sequence[int]]) -> TokenTree:
+        """One-branch trees: row `b` is `rows[b][0] → rows[b][1] → …`."""
+        return cls.from_rows([(row, range(-1, len(row) - 1)) for row in rows])
+
+    @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """N, the padded number of nodes."""
+        return self.tokens.shape[1]
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """`[B, N, N]` bool: entry `[b, i, j]` says that `j` is `i` or an ancestor of `i`. Padding sees only itself."""
+        batch, width = self.tokens.shape
+        parents, counts = self.parents.numpy(), self.counts.numpy()
+        seen = np.zeros((batch, width, width), dtype=bool)
+        rows = np.arange(batch)
+        for node in range(width):
+            if node > 0:
+                seen[:, node] = seen[rows, np.maximum(parents[:, node], 0)] & (node < counts)[:, None]
+            seen[:, node, node] = True
+        return torch.from_numpy(seen)
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """`[B, N]` int64: 0 for the root (and for padding)."""
+        return self.ancestors.sum(-1) - 1
+
+    def children(self, row: int) -> list[list[int]]:
+        """Per node of `row`, its children in the order the drafter gave them."""
+        count = int(self.counts[row])
+        result: list[list[int]] = [[] for _ in range(count)]
+        for node, parent in enumerate(self.parents[row, :count].tolist()):
+            if node > 0:
+                result[parent].append(node)
+        return result
+
+    def validate(self, batch: int, vocab_size: int) -> None:
+        """Raise `TreeError` unless this is a well-formed tree for `batch` rows over ids `0 … vocab_size - 1`."""
+        if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2 or self.counts.shape != self.tokens.shape[:1]:
+            raise TreeError(
+                f"tokens {tuple(self.tokens.shape)}, parents {tuple(self.parents.shape)} and counts "
+                f"{tuple(self.counts.shape)} must be [B, N], [B, N] and [B]"
+            )
+        if self.batch != batch:
+            raise TreeError(f"the tree has {self.batch} rows, the batch has {batch}")
+        nodes = torch.arange(self.width).expand(batch, -1)
+        used = nodes < self.counts[:, None]
+        in_order = torch.where(nodes == 0, self.parents == -1, (self.parents >= 0) & (self.parents < nodes))
+        known = (self.tokens >= 0) & (self.tokens < vocab_size)
+        for ok, what in ((in_order, "parent {parent} is not an earlier node"), (known, "token {token} is outside the vocabulary of {vocab}")):
+            bad = (used & ~ok).nonzero()
+            if len(bad):
+                row, node = bad[0].tolist()
+                detail = what.format(parent=int(self.parents[row, node]), token=int(self.tokens[row, node]), vocab=vocab_size)
+                raise TreeError(f"row {row}, node {node}: {detail}")
+        if bool((self.counts > self.width).any()) or bool((self.counts < 0).any()):
+            raise TreeError(f"counts {self.counts.tolist()} exceed the {self.width} nodes of the tree")
