@@ -104,14 +104,17 @@ class Target:
         """An empty cache of `capacity` slots for each of `batch` rows."""
         return SlotCache(self.config.num_hidden_layers, batch, capacity, self.device)
 
-    def prefill(self, cache: SlotCache, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int = 512) -> None:
+    def prefill(self, cache: SlotCache, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int = 512) -> Verified:
         """Cache a prompt, `chunk` columns at a time, so that the memory peak does not grow with its length.
 
         Args:
             cache: an empty cache.
-            input_ids: `[B, L]` int64; L may be 0.
+            input_ids: `[B, L]` int64, L at least 1.
             attention_mask: `[B, L]`, 0 for (left) padding; None means no padding.
             chunk: columns per pass; bounds activations at `[B, chunk, ·]`.
+
+        Returns:
+            Logits `[B, 1, V]` and LM-head input `[B, 1, H]` after the last column.
         """
         batch, length = input_ids.shape
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
@@ -123,8 +126,10 @@ class Target:
             causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
             # A padded column sees only itself: a row of the mask with nothing visible would make the softmax NaN.
             sees = (causal & here[:, None, :]) | torch.eye(width, dtype=torch.bool, device=self.device)
-            self._pass(cache, input_ids[:, part], positions[:, part], sees, keep=1)
+            verified = self._pass(cache, input_ids[:, part], positions[:, part], sees, keep=1)
             cache.commit(here.cpu())
+        # A model whose forward takes no logits_to_keep returns them all.
+        return Verified(verified.logits[:, -1:], verified.hidden[:, -1:])
 
     def verify(self, cache: SlotCache, tree: TokenTree) -> Verified:
         """Score every node of a tree in one pass; nothing is committed.

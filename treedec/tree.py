@@ -92,8 +92,9 @@ class TokenTree:
                 result[parent].append(node)
         return result
 
-    def validate(self, batch: int, vocab_size: int) -> None:
-        """Raise `TreeError` unless this is a well-formed tree for `batch` rows over ids `0 … vocab_size - 1`."""
+    def validate(self, vocab_size: int, room: Sequence[int]) -> None:
+        """Raise `TreeError` unless row `b` is a well-formed tree over ids `0 … vocab_size - 1`, at most `room[b]` deep."""
+        batch = len(room)
         if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2 or self.counts.shape != self.tokens.shape[:1]:
             raise TreeError(
                 f"tokens {tuple(self.tokens.shape)}, parents {tuple(self.parents.shape)} and counts "
@@ -101,15 +102,18 @@ class TokenTree:
             )
         if self.batch != batch:
             raise TreeError(f"the tree has {self.batch} rows, the batch has {batch}")
+        if bool((self.counts > self.width).any()) or bool((self.counts < 0).any()):
+            raise TreeError(f"counts {self.counts.tolist()} do not fit the {self.width} nodes of the tree")
         nodes = torch.arange(self.width).expand(batch, -1)
         used = nodes < self.counts[:, None]
         in_order = torch.where(nodes == 0, self.parents == -1, (self.parents >= 0) & (self.parents < nodes))
         known = (self.tokens >= 0) & (self.tokens < vocab_size)
-        for ok, what in ((in_order, "parent {parent} is not an earlier node"), (known, "token {token} is outside the vocabulary of {vocab}")):
-            bad = (used & ~ok).nonzero()
-            if len(bad):
-                row, node = bad[0].tolist()
-                detail = what.format(parent=int(self.parents[row, node]), token=int(self.tokens[row, node]), vocab=vocab_size)
-                raise TreeError(f"row {row}, node {node}: {detail}")
-        if bool((self.counts > self.width).any()) or bool((self.counts < 0).any()):
-            raise TreeError(f"counts {self.counts.tolist()} exceed the {self.width} nodes of the tree")
+        self._refuse(used & ~in_order, "its parent is not an earlier node")
+        self._refuse(used & ~known, f"its token is outside the vocabulary of {vocab_size}")
+        self._refuse(used & (self.depths > torch.tensor(room)[:, None]), "it is deeper than the row has room for")
+
+    def _refuse(self, bad: Tensor, reason: str) -> None:
+        if bool(bad.any()):
+            row, node = bad.nonzero()[0].tolist()
+            what = f"token {int(self.tokens[row, node])}, parent {int(self.parents[row, node])}"
+            raise TreeError(f"row {row}, node {node} ({what}): {reason}")

@@ -1,0 +1,261 @@
+"""Acceptance rules: which path of a verified tree is committed, and which token follows it.
+
+A rule sees one row through a `TreeView` and returns an `Accepted` path. `greedy` and `coupled` commit what
+`model.generate` would commit, token for token; `residual` commits a sample of the target's distribution; `typical` does
+neither and says so.
+
+Notation: p is the target's distribution after all logits processors and warpers, q the distribution that the children of a
+node were really drawn from, [x]+ = max(x, 0), norm[x] = x / Σx.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from treedec.chance import Chance
+from treedec.drafter import Drafting
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A committed path.
+
+    Attributes:
+        nodes: the root and the accepted nodes below it.
+        token: the token after the last of them: the correction, the bonus token, or an accepted token that ends the row.
+        finished: whether `token` ends the row.
+    """
+
+    nodes: list[int]
+    token: int
+    finished: bool
+
+
+@dataclass
+class TreeView:
+    """One row's verified tree. Scores are computed when a rule asks for them, on the true prefix of the node.
+
+    Attributes:
+        tokens: token of each node.
+        children: children of each node, in the order drawn.
+        scores_at: `(node, path) → [V]` float scores after all processors; `path` leads from the root to the node.
+        stops_after: `(path, token) → bool`, whether committing `token` after `path` ends the row.
+        draft_at: `node → [V]` q of the node's children, or None where they were chosen deterministically.
+        noise_at: `depth → [V]` exponential noise for the token that follows a node of that depth.
+        chance: random decisions.
+    """
+
+    tokens: list[int]
+    children: list[list[int]]
+    scores_at: Callable[[int, list[int]], Tensor]
+    stops_after: Callable[[list[int], int], bool]
+    draft_at: Callable[[int], Tensor | None]
+    noise_at: Callable[[int], Tensor]
+    chance: Chance
+
+    @cached_property
+    def _probabilities(self) -> dict[int, Tensor]:
+        return {}
+
+    def probabilities(self, path: list[int]) -> Tensor:
+        """`[V]` p after the last node of `path`; processors run once per node."""
+        node = path[-1]
+        if node not in self._probabilities:
+            self._probabilities[node] = self.scores_at(node, path).softmax(-1)
+        return self._probabilities[node]
+
+    def child(self, node: int, token: int) -> int | None:
+        """The first child of `node` that carries `token`."""
+        return next((child for child in self.children[node] if self.tokens[child] == token), None)
+
+
+class AcceptanceRule(ABC):
+    """A way to turn a verified tree into committed tokens.
+
+    Attributes:
+        name: what `treedec.generate(acceptance=…)` calls it.
+        lossless: whether the output keeps the target's own tokens (greedy, coupled) or distribution (residual).
+        samples: whether it is for `do_sample=True`.
+        drafting: how it wants drafts chosen.
+    """
+
+    name: str
+    lossless: bool
+    samples: bool
+    drafting: Drafting
+
+    @abstractmethod
+    def accept(self, view: TreeView) -> Accepted:
+        """Choose the path to commit."""
+
+
+class _Walk(AcceptanceRule):
+    """Rules that decide node by node from the root down, so that processors see only the committed prefix."""
+
+    def accept(self, view: TreeView) -> Accepted:
+        path = [0]
+        while True:
+            token, child = self.step(view, path)
+            finished = view.stops_after(path, token)  # once per committed token, as in `generate`
+            if child is None or finished:
+                return Accepted(path, token, finished)
+            path.append(child)
+
+    @abstractmethod
+    def step(self, view: TreeView, path: list[int]) -> tuple[int, int | None]:
+        """The token that follows the last node of `path`, and the child that carries it, if any."""
+
+
+class Greedy(_Walk):
+    """Follow the argmax of the processed scores: the tokens of `generate(do_sample=False)`, whatever the tree."""
+
+    name, lossless, samples, drafting = "greedy", True, False, Drafting.TOP
+
+    def step(self, view: TreeView, path: list[int]) -> tuple[int, int | None]:
+        token = int(view.scores_at(path[-1], path).argmax())
+        return token, view.child(path[-1], token)
+
+
+class Coupled(_Walk):
+    """Follow y = argmax(p / e) with the noise e that `generate` would use: its very tokens under the same seed.
+
+    Losslessness holds by construction and for any tree, because y does not depend on the drafts; the drafter uses the same
+    noise only to guess y better. Background: drafter-invariant speculative decoding (Daliri et al. 2024,
+    arXiv:2408.07978) and Gumbel-max list coupling (Khisti et al. 2024, arXiv:2410.18234).
+    """
+
+    name, lossless, samples, drafting = "coupled", True, True, Drafting.COUPLED
+
+    def step(self, view: TreeView, path: list[int]) -> tuple[int, int | None]:
+        token = int((view.probabilities(path) / view.noise_at(len(path) - 1)).argmax())
+        return token, view.child(path[-1], token)
+
+
+class Residual(_Walk):
+    """Recursive rejection: exactly the target's distribution, for sampled and for deterministic children.
+
+    Sampled children (q given), in the order drawn: accept x with probability min(1, p̂(x) / q̂(x)), p̂ and q̂ starting at
+    p and q. After a rejection p̂ ← norm[p̂ − q̂]+ with the q̂ that x was drawn from, then q̂(x) ← 0 and q̂ ← norm[q̂],
+    because x was drawn without replacement. With all rejected, emit y ~ p̂. On a chain this is Leviathan et al. 2023
+    (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318); on a tree SpecInfer (arXiv:2305.09781), without
+    replacement as in Jeon et al. 2024 (arXiv:2402.14160).
+
+    Deterministic children (q absent) have a one-hot q; the rule above then amounts to drawing y ~ p once and following the
+    child that carries y. A softmax in place of that one-hot q would be biased.
+    """
+
+    name, lossless, samples, drafting = "residual", True, True, Drafting.SAMPLED
+
+    def step(self, view: TreeView, path: list[int]) -> tuple[int, int | None]:
+        node = path[-1]
+        p, q = view.probabilities(path), view.draft_at(node)
+        if q is None:
+            token = view.chance.sample(p)
+            return token, view.child(node, token)
+        q = q.to(p.dtype)
+        for child in view.children[node]:
+            token = view.tokens[child]
+            if view.chance.accept(p[token] / q[token]):
+                return token, child
+            p, q = residual(p, q), remove(q, token)
+        return view.chance.sample(p), None
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm[p − q]+ of `[V]` distributions, or p itself where rounding leaves nothing (p = q is never rejected exactly)."""
+    left = (p - q).clamp(min=0)
+    total = left.sum()
+    return left / total if total > 0 else p
+
+
+def remove(q: Tensor, token: int) -> Tensor:
+    """q without `token`, renormalised; all zeros when it held everything."""
+    left = q.clone()
+    left[token] = 0
+    total = left.sum()
+    return left / total if total > 0 else left
+
+
+class Typical(AcceptanceRule):
+    """Medusa's typical acceptance (Cai et al. 2024, arXiv:2401.10774, section 2.3.1). LOSSY: not the target's distribution.
+
+    A candidate is acceptable iff p(x) > min(ε, δ · exp(−H(p))). Of the paths of acceptable nodes the longest is
+    committed, among equals the most probable one; the token after it is drawn from p restricted to its acceptable tokens.
+
+    Args:
+        epsilon: ε, the hard threshold.
+        delta: δ, the factor of the entropy-dependent threshold.
+    """
+
+    name, lossless, samples, drafting = "typical", False, True, Drafting.TOP
+
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3):
+        if not (0 < epsilon < 1 and 0 < delta < 1):
+            raise ValueError(f"epsilon and delta must lie in (0, 1), not {epsilon} and {delta}")
+        self.epsilon, self.delta = epsilon, delta
+
+    def acceptable(self, p: Tensor) -> Tensor:
+        """`[V]` bool. The argmax always is: its threshold can exceed every probability only in the tails of (ε, δ)."""
+        entropy = -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum()
+        allowed = p > torch.minimum(p.new_tensor(self.epsilon), self.delta * (-entropy).exp())
+        allowed[p.argmax()] = True
+        return allowed
+
+    def accept(self, view: TreeView) -> Accepted:
+        best = _Candidate([0], 0.0, ends=False)
+        pending = [best]
+        while pending:
+            here = pending.pop()
+            best = max(best, here, key=lambda candidate: (len(candidate.path), candidate.likelihood))
+            node = here.path[-1]
+            if here.ends or not view.children[node]:
+                continue
+            p = view.probabilities(here.path)
+            allowed = self.acceptable(p)
+            for child in view.children[node]:
+                token = view.tokens[child]
+                if bool(allowed[token]):
+                    likelihood = here.likelihood + float(p[token].log())
+                    pending.append(_Candidate([*here.path, child], likelihood, view.stops_after(here.path, token)))
+        if best.ends:
+            return Accepted(best.path[:-1], view.tokens[best.path[-1]], finished=True)
+        p = view.probabilities(best.path)
+        token = view.chance.sample(p * self.acceptable(p))
+        return Accepted(best.path, token, view.stops_after(best.path, token))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A path of acceptable nodes, and whether its last token ends the row."""
+
+    path: list[int]
+    likelihood: float
+    ends: bool
+
+
+_RULES: dict[str, type[AcceptanceRule]] = {rule.name: rule for rule in (Greedy, Coupled, Residual, Typical)}
+
+
+def acceptance_rule(choice: str | AcceptanceRule | None, do_sample: bool) -> AcceptanceRule:
+    """The rule for a call of `generate`: by name, as given, or the default for the kind of decoding.
+
+    Without sampling there is only the argmax path, so every rule equals `greedy` there (typical acceptance too: at
+    temperature 0 it accepts the argmax alone).
+
+    Raises:
+        ValueError: unknown name, or `greedy` with `do_sample=True`.
+    """
+    if isinstance(choice, str) and choice not in _RULES:
+        raise ValueError(f"unknown acceptance rule {choice!r}; known are {', '.join(_RULES)}")
+    if not do_sample:
+        return Greedy()
+    rule = _RULES[choice]() if isinstance(choice, str) else choice or Coupled()
+    if not rule.samples:
+        raise ValueError(f"acceptance {rule.name!r} does not sample, but do_sample=True was asked for")
+    return rule

@@ -1,0 +1,183 @@
+"""The public calls: `generate` as in transformers, and `stream`, the iterator under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.utils import ModelOutput
+
+from treedec.acceptance import AcceptanceRule, acceptance_rule
+from treedec.decode import Committed, Decoder, DecodingStats, Request
+from treedec.drafter import Drafter, NoDrafts
+from treedec.target import Target
+
+# Warpers that are functions of the scores alone, so that a drafter may shape its own distributions with them.
+_PREFIX_INDEPENDENT = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
+
+
+@dataclass
+class TreeDecoderOutput(ModelOutput):
+    """What `generate(return_dict_in_generate=True)` returns.
+
+    Attributes:
+        sequences: `[B, L]` int64, prompts and continuations, padded on the right like `model.generate`'s.
+        stats: counts of passes, tokens and accepted lengths, see `DecodingStats`.
+        acceptance: name of the rule that ran.
+        lossless: whether that rule keeps the target's output.
+    """
+
+    sequences: Tensor | None = None
+    stats: DecodingStats | None = None
+    acceptance: str | None = None
+    lossless: bool | None = None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A call of `model.generate`, stopped just before its decode loop."""
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    attention_mask: Tensor | None
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    drafter: Drafter | None = None,
+    *,
+    acceptance: str | AcceptanceRule | None = None,
+    **generate_arguments: Any,
+) -> Tensor | TreeDecoderOutput:
+    """Generate like `model.generate(input_ids, …)`, several tokens per pass of the model.
+
+    Greedy decoding returns the tokens of `model.generate`. Sampling (`do_sample=True`) returns, by default, the tokens
+    that `model.generate` returns under the same `torch.manual_seed`, whatever the drafter. In 16-bit arithmetic a pass
+    over several tokens rounds differently from a pass over one, so exact ties may fall differently there.
+
+    Args:
+        model: an unmodified causal LM; it is left as it was.
+        input_ids: `[B, L]` int64 prompts, left-padded if they differ in length (then give `attention_mask`).
+        drafter: proposes token trees; None for plain decoding.
+        acceptance: `"greedy"`, `"coupled"`, `"residual"` or the lossy `"typical"`, or a rule. Default: `greedy` without
+            sampling, `coupled` with.
+        **generate_arguments: arguments of `model.generate` (`max_new_tokens`, `do_sample`, `temperature`, …).
+
+    Returns:
+        `[B, L + new]` ids, or a `TreeDecoderOutput` with `return_dict_in_generate=True`.
+
+    Raises:
+        ValueError: an empty prompt, ids beyond the vocabulary, a prompt past the model's context, an argument that
+            does not apply, or a drafter that does not fit the model; before any pass.
+    """
+    prepared, decoder = _prepare(model, input_ids, drafter, acceptance, generate_arguments)
+    stats = DecodingStats()
+    for block in decoder.run():
+        stats.count(block)
+    sequences = _padded(decoder, prepared)
+    if not prepared.config.return_dict_in_generate:
+        return sequences
+    return TreeDecoderOutput(sequences, stats, decoder.rule.name, decoder.rule.lossless)
+
+
+def stream(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    drafter: Drafter | None = None,
+    *,
+    acceptance: str | AcceptanceRule | None = None,
+    **generate_arguments: Any,
+) -> Iterator[Committed]:
+    """The iterator under `generate`: committed token blocks as they come, one per pass of the target.
+
+    Arguments and errors are those of `generate`; they are checked here, before the first block is asked for. The iterator
+    may be abandoned at any time.
+    """
+    _, decoder = _prepare(model, input_ids, drafter, acceptance, generate_arguments)
+    return decoder.run()
+
+
+def _prepare(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    drafter: Drafter | None,
+    acceptance: str | AcceptanceRule | None,
+    arguments: dict[str, Any],
+) -> tuple[_Prepared, Decoder]:
+    target = Target(model)
+    _check_prompt(target, input_ids)
+    prepared = _prepared_by_transformers(model, input_ids, arguments)
+    config = prepared.config
+    if config.num_beams > 1:
+        raise ValueError(f"num_beams={config.num_beams}: token trees replace beams; treedec decodes greedily or by sampling")
+    if prepared.criteria.max_length is None:
+        raise ValueError("the length is unbounded: give max_new_tokens or max_length")
+    mask = torch.ones_like(prepared.input_ids) if prepared.attention_mask is None else prepared.attention_mask
+    if not bool(mask[:, -1].all()):
+        raise ValueError("prompts of different lengths must be padded on the left: the last column of attention_mask has zeros")
+    request = Request(
+        prepared.input_ids,
+        mask,
+        prepared.criteria.max_length,
+        prepared.processors,
+        LogitsProcessorList(p for p in prepared.processors if isinstance(p, _PREFIX_INDEPENDENT)),
+        prepared.criteria,
+    )
+    rule = acceptance_rule(acceptance, bool(config.do_sample))
+    return prepared, Decoder(target, drafter or NoDrafts(), rule, request)
+
+
+def _prepared_by_transformers(model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any]) -> _Prepared:
+    """Let `model.generate` resolve its own arguments and hand over what its decode loop would get."""
+
+    def take_over(model: Any, input_ids: Tensor, *, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any) -> _Prepared:
+        return _Prepared(input_ids, logits_processor, stopping_criteria, generation_config, rest.get("attention_mask"))
+
+    return model.generate(input_ids, custom_generate=take_over, **arguments)  # type: ignore[return-value]
+
+
+def _check_prompt(target: Target, input_ids: Tensor) -> None:
+    if input_ids.dim() != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids must be [B, L] with at least one token per row, not {list(input_ids.shape)}: the prompt is empty")
+    lowest, highest = int(input_ids.min()), int(input_ids.max())
+    if lowest < 0 or highest >= target.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"token id {wrong} is outside the model's vocabulary of {target.vocab_size}: is this the model's own tokenizer?")
+    limit = target.max_positions
+    if limit is not None and input_ids.shape[1] >= limit:
+        raise ValueError(f"the prompt has {input_ids.shape[1]} tokens, but the model's context ends at {limit}")
+
+
+def _padded(decoder: Decoder, prepared: _Prepared) -> Tensor:
+    rows = decoder.rows
+    sequences = rows.ids[:, : max(rows.lengths)].clone()
+    pad = prepared.config._pad_token_tensor
+    beyond = torch.arange(sequences.shape[1], device=sequences.device) >= torch.tensor(rows.lengths, device=sequences.device)[:, None]
+    return sequences if pad is None else sequences.masked_fill_(beyond, int(pad))

@@ -1,0 +1,83 @@
+"""Random numbers: the exponential noise of a sampled step, and the draws of accept/reject rules.
+
+`torch.multinomial(p, 1)` is an exponential race: it draws `e = empty_like(p).exponential_()` and returns `argmax(p / e)`.
+So the noise of every future position can be drawn first, in the order in which `model.generate` would draw it, and a
+sampled step becomes a function of (noise, target).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+def _default_generator_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_default_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+class ExponentialNoise:
+    """The noise of `model.generate(do_sample=True)`: one `[B, V]` draw per generated position, in order.
+
+    It is drawn ahead of time from a copy of the default generator, whose own state changes only in `settle`. Used as a
+    function of the position, it is the same for every drafter, every tree and none.
+
+    Args:
+        batch, vocab_size: shape of the probabilities that `generate` would hand to `torch.multinomial`.
+        device: device of those probabilities; its default generator is the one that `torch.manual_seed` seeds.
+    """
+
+    def __init__(self, batch: int, vocab_size: int, device: torch.device):
+        self._shape, self._device = (batch, vocab_size), device
+        self._generator = torch.Generator(device)
+        self._generator.set_state(_default_generator_state(device))
+        self._drawn: dict[int, Tensor] = {}
+        self._states = [self._generator.get_state()]  # entry t: the generator before position t was drawn
+
+    def at(self, step: int) -> Tensor:
+        """`[B, V]` float32: the noise of generated position `step` (0 is the first new token)."""
+        while len(self._states) <= step + 1:
+            # `generate` samples from a float32 softmax whatever the dtype of the model.
+            noise = torch.empty(self._shape, dtype=torch.float32, device=self._device).exponential_(1, generator=self._generator)
+            self._drawn[len(self._states) - 1] = noise
+            self._states.append(self._generator.get_state())
+        return self._drawn[step]
+
+    def forget(self, before: int) -> None:
+        """Free the noise of positions that every row has passed."""
+        for step in [step for step in self._drawn if step < before]:
+            del self._drawn[step]
+
+    def settle(self, steps: int) -> None:
+        """Leave the default generator where `generate` would have left it after `steps` positions."""
+        _set_default_generator_state(self._device, self._states[steps])
+
+
+class Chance(Protocol):
+    """The random decisions of accept/reject rules and sampled drafts (exhaustively enumerable in tests)."""
+
+    def accept(self, probability: Tensor) -> bool:
+        """True with the given probability (a scalar tensor; values above 1 count as 1)."""
+        ...
+
+    def sample(self, probabilities: Tensor) -> int:
+        """An index drawn from `[V]` unnormalised probabilities."""
+        ...
+
+
+class TorchChance:
+    """`Chance` from the default generator of the tensors' device, so that `torch.manual_seed` governs it."""
+
+    def accept(self, probability: Tensor) -> bool:
+        return bool(torch.rand((), dtype=torch.float64, device=probability.device) < probability)
+
+    def sample(self, probabilities: Tensor) -> int:
+        return int(torch.multinomial(probabilities, 1))

@@ -1,0 +1,132 @@
+"""What a drafter is: something that proposes a token tree for every row and learns what became of it.
+
+A `Drafter` is immutable and can be shared; `start` opens a `DraftSession` that holds the state of one generation. The
+smallest drafter guesses from the text alone:
+
+>>> class Stutter(Drafter):                        # guesses that the last token is repeated once
+...     name = "stutter"
+...     max_nodes = 2
+...     def start(self, target, batch, capacity):
+...         return StutterSession()
+>>> class StutterSession(DraftSession):
+...     def propose(self, state):
+...         rows = [[] if text is None else [text[-1]] * min(2, 1 + room, state.budget)
+...                 for text, room in zip(state.texts, state.room)]
+...         return Draft(TokenTree.chains(rows))
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from treedec.chance import Chance
+from treedec.target import Target
+from treedec.tree import TokenTree
+
+
+class Drafting(Enum):
+    """How an acceptance rule wants candidates to be chosen."""
+
+    TOP = "top"  # the most probable ones
+    COUPLED = "coupled"  # the ones that win the target's own noise, ranked by q / e
+    SAMPLED = "sampled"  # drawn from q, which the draft then carries; top ones (q absent) stay exact, and may be better
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """What a drafter may look at before a round. Lists have one entry per row; finished rows hold None.
+
+    Attributes:
+        texts: committed token ids without padding; the last one is the root of the tree to propose.
+        hidden: `[B, H]`, the LM-head input from which the root was predicted.
+        room: how many levels below the root can still be committed (0: propose the root alone).
+        budget: most nodes that fit, the root included.
+        drafting: how to choose candidates.
+        shape: the target's prefix-independent logits warpers, `[*, V] → [*, V]`, e.g. temperature; drafting from
+            distributions shaped alike is accepted more often. The identity when decoding greedily.
+        noise: `noise(depth)` is the `[B, V]` float32 noise that decides the token at `depth` below the root; only for
+            `Drafting.COUPLED`. Rows that are ahead of others see their own positions.
+        chance: random decisions for `Drafting.SAMPLED`.
+    """
+
+    texts: list[list[int] | None]
+    hidden: Tensor
+    room: list[int]
+    budget: int
+    drafting: Drafting
+    shape: Callable[[Tensor], Tensor]
+    noise: Callable[[int], Tensor]
+    chance: Chance
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A proposed tree, and what it was drawn from.
+
+    Attributes:
+        tree: the candidates.
+        probabilities: `[B, N, V]`: entry `[b, i]` is the distribution from which the children of node `i` were drawn, in
+            order and without replacement. None when children were chosen deterministically: then any tree is lossless.
+    """
+
+    tree: TokenTree
+    probabilities: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a draft: per row the accepted nodes (root first; empty for finished rows) and all committed tokens."""
+
+    paths: list[list[int]]
+    tokens: list[list[int]]
+
+
+class DraftSession(ABC):
+    """The state of a drafter during one generation."""
+
+    @abstractmethod
+    def propose(self, state: DraftState) -> Draft:
+        """A tree for every row: count 0 for finished rows, else at least the root."""
+
+    def observe(self, outcome: Outcome) -> None:  # noqa: B027 (an empty default: drafters without memory need not care)
+        """Told after every round."""
+
+
+class Drafter(ABC):
+    """A way to draft.
+
+    Attributes:
+        name: shown in results.
+        max_nodes: most nodes a proposal has, the root included; sizes the cache.
+    """
+
+    name: str
+    max_nodes: int
+
+    @abstractmethod
+    def start(self, target: Target, batch: int, capacity: int) -> DraftSession:
+        """Open a session for `batch` rows of at most `capacity` tokens.
+
+        Raises:
+            ValueError: the drafter does not fit this target.
+        """
+
+
+class NoDrafts(Drafter):
+    """Plain decoding: every tree is its root."""
+
+    name = "none"
+    max_nodes = 1
+
+    def start(self, target: Target, batch: int, capacity: int) -> DraftSession:
+        return _RootsOnly()
+
+
+class _RootsOnly(DraftSession):
+    def propose(self, state: DraftState) -> Draft:
+        return Draft(TokenTree.chains([[] if text is None else text[-1:] for text in state.texts]))
