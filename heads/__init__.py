@@ -1,0 +1,71 @@
+"""Everything that drafts, and the checkpoints it comes from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from treedec.drafter import Drafter, NoDrafts
+from treedec.growth import BestFirst, GrowthPolicy
+from treedec.heads.checkpoint import is_heads_folder, load_heads
+from treedec.heads.draft_model import DraftModelDrafter
+from treedec.heads.medusa import MedusaConfig, MedusaDrafter, MedusaHeads
+from treedec.heads.ngram import NgramDrafter
+from treedec.models import DEMO
+
+__all__ = ["DraftModelDrafter", "MedusaConfig", "MedusaDrafter", "MedusaHeads", "NgramDrafter", "load_drafter"]
+
+# Shipped heads by target, best method first; the folder is package data.
+_PRETRAINED = Path(__file__).parent / "pretrained"
+_SHIPPED = {DEMO: ("SmolLM2-135M-Instruct", ("medusa",))}
+
+
+def load_drafter(name: str | os.PathLike[str], model: PreTrainedModel, *, tree: GrowthPolicy | int | None = None) -> Drafter:
+    """Load something that drafts for `model`.
+
+    Args:
+        name: `"demo"` (the best shipped heads of the demo target) or `"demo:METHOD"`; `"ngram"`; `"none"`; a folder of
+            trained heads; or a folder of a small causal LM that shares the target's vocabulary.
+        model: the target; heads are loaded in its dtype, on its device.
+        tree: a growth policy, or the number of nodes per tree, the root included; None for the method's default. A
+            draft model takes a number only: its trees are chains.
+
+    Raises:
+        FileNotFoundError: no such name or folder.
+        ValueError: the checkpoint is broken, belongs to another model, or does not fit `tree`.
+    """
+    if name == "none":
+        return NoDrafts()
+    if name == "ngram":
+        return NgramDrafter() if tree is None else NgramDrafter(depth=_chain_depth(tree))
+    folder = _shipped(str(name)) or Path(name)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no drafter {str(name)!r}: give 'demo', 'demo:medusa', 'ngram', 'none', or a folder of trained heads or of a draft model")
+    if is_heads_folder(folder):
+        return MedusaDrafter(load_heads(folder, model), model, _growth(tree))
+    draft_model = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()
+    return DraftModelDrafter(draft_model) if tree is None else DraftModelDrafter(draft_model, depth=_chain_depth(tree))
+
+
+def _growth(tree: GrowthPolicy | int | None) -> GrowthPolicy:
+    if tree is None:
+        return BestFirst()
+    return BestFirst(nodes=tree) if isinstance(tree, int) else tree
+
+
+def _chain_depth(tree: GrowthPolicy | int) -> int:
+    if not isinstance(tree, int) or tree < 2:
+        raise ValueError(f"this drafter proposes chains: tree must be a number of nodes of at least 2, not {tree!r}")
+    return tree - 1
+
+
+def _shipped(name: str) -> Path | None:
+    target, _, method = name.partition(":")
+    if target not in _SHIPPED:
+        return None
+    folder, methods = _SHIPPED[target]
+    if method and method not in methods:
+        raise FileNotFoundError(f"no shipped {method!r} heads for {target!r}; there are {', '.join(methods)}")
+    return _PRETRAINED / folder / (method or methods[0])

@@ -11,6 +11,12 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from treedec.drafter import Draft, Drafter, Drafting, DraftSession, DraftState
+from treedec.growth import GrowthPolicy
+from treedec.target import Target
+from treedec.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -68,3 +74,76 @@ class MedusaHeads(nn.Module):
         for block in range(self.config.blocks):
             x = x + F.silu(torch.baddbmm(self.bias[:, block, None], x, self.weight[:, block].transpose(1, 2)))
         return x
+
+
+class MedusaDrafter(Drafter):
+    """Drafts a tree from Medusa heads: candidates per depth, combined by a growth policy.
+
+    Args:
+        heads: trained heads, in the dtype and on the device of the target.
+        model: the target whose LM head they share.
+        growth: the shape of the trees.
+
+    Raises:
+        ValueError: the heads do not fit the model, or the policy asks for a tree deeper than the heads or wider than
+            the draft vocabulary.
+    """
+
+    name = "medusa"
+
+    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, growth: GrowthPolicy):
+        config = heads.config
+        head = model.get_output_embeddings()
+        if head.weight.shape != (config.vocab_size, config.hidden_size):
+            raise ValueError(
+                f"the heads were trained for an LM head of shape {(config.vocab_size, config.hidden_size)}, "
+                f"but {type(model).__name__}'s is {tuple(head.weight.shape)}: they belong to another model"
+            )
+        if growth.depth is not None and growth.depth > config.heads:
+            raise ValueError(f"the tree is {growth.depth} levels deep, but there are only {config.heads} Medusa heads")
+        if growth.branching > config.draft_vocab_size:
+            raise ValueError(f"the tree takes {growth.branching} candidates a level, but the draft vocabulary has {config.draft_vocab_size}")
+        self.heads, self.growth, self.max_nodes = heads, growth, growth.nodes
+        self._trimmed = config.draft_vocab_size < config.vocab_size
+        # A copy of the trimmed rows: gathering them anew in every round would cost as much as the product itself.
+        self._weight = head.weight.detach()[heads.draft_ids] if self._trimmed else head.weight.detach()
+        bias = getattr(head, "bias", None)
+        self._bias = None if bias is None else bias.detach()[heads.draft_ids]
+
+    def start(self, target: Target, batch: int, capacity: int) -> DraftSession:
+        if (target.vocab_size, target.hidden_size) != (self.heads.config.vocab_size, self.heads.config.hidden_size):
+            raise ValueError("these Medusa heads were loaded for another model")
+        return _MedusaSession(self)
+
+    @torch.no_grad()
+    def candidates(self, state: DraftState) -> tuple[list[list[list[int]]], list[list[list[float]]]]:
+        """Per row and depth, the best candidates and their scores, best first: `[B][K][branching]` ids and scores."""
+        depths = min(self.heads.config.heads, max(state.room))
+        if depths == 0:
+            return [[] for _ in state.room], [[] for _ in state.room]
+        hidden = self.heads(state.hidden)[:depths]  # [K, B, H]
+        scores = state.shape(F.linear(hidden, self._weight, self._bias)).softmax(-1)
+        if state.drafting is Drafting.COUPLED:
+            noise = torch.stack([state.noise(depth + 1) for depth in range(depths)])  # [K, B, V]
+            scores = scores / (noise[..., self.heads.draft_ids] if self._trimmed else noise)
+        top, index = scores.topk(self.growth.branching, dim=-1)
+        if state.drafting is Drafting.COUPLED:
+            # Races are won in proportion to the odds: the share of a candidate stands for its chance of being the winner.
+            top = top / top.sum(-1, keepdim=True)
+        ids = self.heads.draft_ids[index] if self._trimmed else index
+        return ids.transpose(0, 1).tolist(), top.transpose(0, 1).tolist()
+
+
+class _MedusaSession(DraftSession):
+    """Medusa heads keep nothing between rounds: all they need is the target's last hidden state."""
+
+    def __init__(self, drafter: MedusaDrafter):
+        self._drafter = drafter
+
+    def propose(self, state: DraftState) -> Draft:
+        ids, scores = self._drafter.candidates(state)
+        rows: list[tuple[list[int], list[int]]] = []
+        for text, room, row_ids, row_scores in zip(state.texts, state.room, ids, scores, strict=True):
+            candidates = list(zip(row_ids, row_scores, strict=True))[:room]
+            rows.append(([], []) if text is None else self._drafter.growth.grow(text[-1], candidates, state.budget))
+        return Draft(TokenTree.from_rows(rows))

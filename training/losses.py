@@ -1,21 +1,22 @@
 """What Medusa heads are trained on (Medusa-1: Cai et al. 2024, arXiv:2401.10774, section 2.2) and measured by.
 
-The target stays frozen and is its own teacher: heads are fitted to its distributions, not to single tokens, because that is
-what a draft will be verified against. For a run of consecutive hidden states `h_0 .. h_{n-1}`, `h_{t+1+k}` gives the
-distribution of the token that head `k` must guess from `h_t`.
+The target stays frozen and is its own teacher: heads are fitted to its distributions, not to single tokens, because
+that is what a draft will be verified against. In a run of consecutive hidden states `h_0 .. h_{n-1}`, `h_{t+1+k}` gives
+the distribution of the token that head `k` must guess from `h_t`.
 
-Logits over the draft vocabulary are by far the largest thing here, so they exist for one block of rows and one head at a
-time, and the gradient of the loss, which is known in closed form, is taken while they do.
+Logits over the draft vocabulary are by far the largest thing here, so they exist for one block of rows and one head at
+a time, and the gradient of the loss, which is known in closed form, is taken while they do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -66,8 +67,8 @@ class HeadLosses:
 def draft_logits(hidden: Tensor, head: DraftHead) -> Tensor:
     """`[n, H]` LM-head inputs to `[n, Vd]` scores in float32 (float64 for a float64 head).
 
-    The one place that turns hidden states into scores, for the teacher and for the heads. Models that scale or cap their
-    logits after the LM head would do it here, and `_SoftLabelLoss` would then multiply its gradient by the derivative.
+    The one place that turns hidden states into scores, for the teacher and for the heads. Models that scale or cap
+    their logits after the LM head would do it here, and `_SoftLabelLoss` would multiply its gradient by the derivative.
     """
     scores = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -79,8 +80,8 @@ def medusa_loss(states: Tensor, hidden: Tensor, starts: Tensor, head: DraftHead,
     Args:
         states: `[K, T, H]` what the heads make of `hidden`, in any floating dtype.
         hidden: `[T, H]` the target's LM-head inputs: several runs of consecutive positions, one after the other.
-        starts: `[T]` int64, for each row the index of the first row of its run. Head `k` is supervised at row `t` by row
-            `t + 1 + k` if that is still in the same run.
+        starts: `[T]` int64, for each row the index of the first row of its run. Head `k` is supervised at row `t` by
+            row `t + 1 + k` if that is still in the same run.
         head: the frozen LM head.
         block: rows of logits held at a time.
 
@@ -94,30 +95,30 @@ class _SoftLabelLoss(torch.autograd.Function):
     """KL(p || softmax(z)) with its gradient `softmax(z) - p`, computed block by block in the forward pass."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, states: Tensor, hidden: Tensor, starts: Tensor, head: DraftHead, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, states: Tensor, hidden: Tensor, starts: Tensor, head: DraftHead, block: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         heads = states.shape[0]
         wide = torch.promote_types(head.weight.dtype, torch.float32)
         kl = torch.zeros(heads, dtype=wide, device=states.device)
         hits, counts = kl.new_zeros(heads, dtype=torch.long), kl.new_zeros(heads, dtype=torch.long)
         gradient = torch.zeros_like(states) if ctx.needs_input_grad[0] else None
         for first, last in _blocks(1, hidden.shape[0], block):  # row 0 teaches nobody
-            log_p = draft_logits(hidden[first:last], head).log_softmax(-1)
-            best = log_p.argmax(-1, keepdim=True)
-            p = log_p.exp()
-            negative_entropy = log_p.mul_(p).sum(-1)
+            z = draft_logits(hidden[first:last], head)
+            best = z.argmax(-1, keepdim=True)
+            p, normaliser = _softmax(z)
+            negative_entropy = torch.linalg.vecdot(p, z) - normaliser
             for k, rows, taught in _pairs(first, last, starts, heads):
+                teachers = slice(last - first - len(taught), None)
                 z = draft_logits(states[k, rows], head)
-                teacher = p[-len(z) :]
-                highest = z.amax(-1)
-                hits[k] += ((z.gather(1, best[-len(z) :])[:, 0] >= highest) & taught).sum()
-                counts[k] += taught.sum()
-                agreement = torch.linalg.vecdot(teacher, z)
-                normaliser = z.logsumexp(-1)
-                rows_kl = negative_entropy[-len(z) :] + normaliser - agreement
+                q, normaliser = _softmax(z)
+                rows_kl = negative_entropy[teachers] + normaliser - torch.linalg.vecdot(p[teachers], z)
                 kl[k] += torch.where(taught, rows_kl, 0).sum()
+                hits[k] += ((z.gather(1, best[teachers])[:, 0] >= z.amax(-1)) & taught).sum()
+                counts[k] += taught.sum()
                 if gradient is not None:
-                    z = z.sub_(normaliser[:, None]).exp_().sub_(teacher).mul_(taught[:, None])
-                    gradient[k, rows] = (z.to(head.weight.dtype) @ head.weight).to(gradient.dtype)
+                    error = q.sub_(p[teachers]).to(head.weight.dtype) @ head.weight
+                    gradient[k, rows] = error.mul_(taught[:, None]).to(gradient.dtype)
         divisor = counts.clamp(min=1)
         if gradient is not None:
             ctx.save_for_backward(gradient.div_(divisor[:, None, None].to(gradient.dtype)))
@@ -126,13 +127,30 @@ class _SoftLabelLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_kl: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_kl: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad_kl[:, None, None].to(gradient.dtype), None, None, None, None
 
 
+def _softmax(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of `[n, Vd]` and its log-normaliser `[n]`.
+
+    The largest entry gives the normaliser, `log sum exp z = max z - log max p`: half the cost of a second `logsumexp`.
+    """
+    p = z.softmax(-1)
+    return p, z.amax(-1) - p.amax(-1).log()
+
+
 @torch.no_grad()
-def agreement(states: Tensor, starts: Tensor, greedy: Tensor, draft_ids: Tensor, head: DraftHead, top: int = 5, block: int = _BLOCK) -> tuple[Tensor, Tensor]:
+def agreement(
+    states: Tensor,
+    starts: Tensor,
+    greedy: Tensor,
+    draft_ids: Tensor,
+    head: DraftHead,
+    top: int = 5,
+    block: int = _BLOCK,
+) -> tuple[Tensor, Tensor]:
     """How often the heads draft the token that the target then takes.
 
     Args:
@@ -142,8 +160,8 @@ def agreement(states: Tensor, starts: Tensor, greedy: Tensor, draft_ids: Tensor,
         top: how many drafts per head are looked at (at most Vd).
 
     Returns:
-        ranks, `[K, top]` int64: how many supervised rows find the greedy token at each rank of the head's drafts; and the
-        number of supervised rows, `[K]` int64. A greedy token outside the draft vocabulary is at no rank.
+        ranks, `[K, top]` int64: how many supervised rows find the greedy token at each rank of the head's drafts; and
+        the number of supervised rows, `[K]` int64. A greedy token outside the draft vocabulary is at no rank.
     """
     heads = states.shape[0]
     ranks = torch.zeros(heads, top, dtype=torch.long, device=states.device)
@@ -163,8 +181,8 @@ def _blocks(first: int, last: int, size: int) -> Iterator[tuple[int, int]]:
 def _pairs(first: int, last: int, starts: Tensor, heads: int) -> Iterator[tuple[int, slice, Tensor]]:
     """Which rows of each head the teacher rows `first .. last - 1` supervise.
 
-    Yields `(k, rows, taught)`: row `rows[i]` of head `k` belongs to the i-th of the *last* `len(rows)` teacher rows, and
-    counts if `taught[i]`. Rows that do not count are few (`k + 1` per run), so leaving them in is cheaper than gathering.
+    Yields `(k, rows, taught)`: row `rows[i]` of head `k` belongs to the i-th of the *last* `len(rows)` teacher rows,
+    and counts if `taught[i]`. Few rows do not count (`k + 1` per run); leaving them in costs less than gathering.
     """
     for k in range(heads):
         rows = slice(max(first - 1 - k, 0), last - 1 - k)

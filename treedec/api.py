@@ -69,7 +69,7 @@ class _Prepared:
 
 
 def generate(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Target,
     input_ids: Tensor,
     drafter: Drafter | None = None,
     *,
@@ -83,7 +83,7 @@ def generate(
     over several tokens rounds differently from a pass over one, so exact ties may fall differently there.
 
     Args:
-        model: an unmodified causal LM; it is left as it was.
+        model: an unmodified causal LM, which is left as it was, or a `Target` around one.
         input_ids: `[B, L]` int64 prompts, left-padded if they differ in length (then give `attention_mask`).
         drafter: proposes token trees; None for plain decoding.
         acceptance: `"greedy"`, `"coupled"`, `"residual"` or the lossy `"typical"`, or a rule. Default: `greedy` without
@@ -108,7 +108,7 @@ def generate(
 
 
 def stream(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Target,
     input_ids: Tensor,
     drafter: Drafter | None = None,
     *,
@@ -125,15 +125,15 @@ def stream(
 
 
 def _prepare(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Target,
     input_ids: Tensor,
     drafter: Drafter | None,
     acceptance: str | AcceptanceRule | None,
     arguments: dict[str, Any],
 ) -> tuple[_Prepared, Decoder]:
-    target = Target(model)
+    target = model if isinstance(model, Target) else Target(model)
     _check_prompt(target, input_ids)
-    prepared = _prepared_by_transformers(model, input_ids, arguments)
+    prepared = _prepared_by_transformers(target.model, input_ids, arguments)
     config = prepared.config
     if config.num_beams > 1:
         raise ValueError(f"num_beams={config.num_beams}: token trees replace beams; treedec decodes greedily or by sampling")

