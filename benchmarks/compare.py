@@ -121,10 +121,14 @@ class Comparison:
 
     def encode(self, prompt: str) -> Tensor:
         chat = [{"role": "user", "content": prompt}]
-        ids = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = self.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         return ids["input_ids"].to(self.model.device)
 
-    def timed(self, decode: Callable[[Tensor], tuple[Tensor, DecodingStats | None]], ids: Tensor) -> tuple[list[int], float, DecodingStats | None]:
+    def timed(
+        self, decode: Callable[[Tensor], tuple[Tensor, DecodingStats | None]], ids: Tensor
+    ) -> tuple[list[int], float, DecodingStats | None]:
         torch.manual_seed(self.seed)
         started = time.perf_counter()
         sequences, stats = decode(ids)
@@ -157,7 +161,10 @@ def compare(comparison: Comparison, prompts: list[tuple[str, str]], methods: lis
             different = None
             if reference is not None:
                 pairs = zip(reference, new, strict=False)
-                different = next((i for i, (a, b) in enumerate(pairs) if a != b), None if len(reference) == len(new) else min(len(reference), len(new)))
+                different = next(
+                    (i for i, (a, b) in enumerate(pairs) if a != b),
+                    None if len(reference) == len(new) else min(len(reference), len(new)),
+                )
             rows.append(
                 Row(
                     prompt=name,
@@ -168,7 +175,9 @@ def compare(comparison: Comparison, prompts: list[tuple[str, str]], methods: lis
                     accepted_lengths=stats.accepted_lengths if stats else {1: len(new) - 1},
                     matches_hf=None if reference is None else different is None,
                     first_difference=different,
-                    logit_gap=None if reference is None or different is None else comparison.gap(ids, reference, new, different),
+                    logit_gap=None
+                    if reference is None or different is None
+                    else comparison.gap(ids, reference, new, different),
                 )
             )
     return rows
@@ -193,7 +202,11 @@ def main(
     chosen = methods.split(",")
     if unknown := sorted(set(chosen) - set(_METHODS)):
         raise typer.BadParameter(f"unknown methods {unknown}; known are {', '.join(_METHODS)}")
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature > 0
+        else {"do_sample": False}
+    )
     console = Console(stderr=True)
     comparison = Comparison(target, drafter, dtype, {"max_new_tokens": max_new_tokens, **sampling}, seed, tree_size)
     rows = compare(comparison, read_prompts(prompts, category)[:limit], chosen, console)
@@ -202,7 +215,11 @@ def main(
         "schema": 1,
         "command": " ".join(["python -m treedec.benchmarks.compare", *sys.argv[1:]]),
         "machine": {"processor": _processor(), "threads": torch.get_num_threads(), "system": platform.platform()},
-        "versions": {"treedec": treedec.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "treedec": treedec.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "summary": summary,
         "rows": [asdict(row) for row in rows],
     }
@@ -218,7 +235,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 def _show(summary: dict[str, dict[str, float]], baseline: str) -> None:

@@ -22,7 +22,9 @@ _PRETRAINED = Path(__file__).parent / "pretrained"
 _SHIPPED = {DEMO: ("SmolLM2-135M-Instruct", ("medusa",))}
 
 
-def load_drafter(name: str | os.PathLike[str], model: PreTrainedModel, *, tree: GrowthPolicy | int | None = None) -> Drafter:
+def load_drafter(
+    name: str | os.PathLike[str], model: PreTrainedModel, *, tree: GrowthPolicy | int | None = None
+) -> Drafter:
     """Load something that drafts for `model`.
 
     Args:
@@ -42,7 +44,9 @@ def load_drafter(name: str | os.PathLike[str], model: PreTrainedModel, *, tree: 
         return NgramDrafter() if tree is None else NgramDrafter(depth=_chain_depth(tree))
     folder = _shipped(str(name)) or Path(name)
     if not folder.is_dir():
-        raise FileNotFoundError(f"no drafter {str(name)!r}: give 'demo', 'demo:medusa', 'ngram', 'none', or a folder of trained heads or of a draft model")
+        raise FileNotFoundError(
+            f"no drafter {str(name)!r}: give 'demo', 'demo:medusa', 'ngram', 'none', or a folder of trained heads or of a draft model"
+        )
     if is_heads_folder(folder):
         return MedusaDrafter(load_heads(folder, model), model, _growth(tree))
     draft_model = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()

@@ -100,7 +100,10 @@ class _DraftModelSession(DraftSession):
         logits: Tensor | None = None
         while True:
             lengths = self._cache.lengths
-            pending = [[] if text is None else text[done : done + self._chunk] for text, done in zip(texts, lengths, strict=True)]
+            pending = [
+                [] if text is None else text[done : done + self._chunk]
+                for text, done in zip(texts, lengths, strict=True)
+            ]
             if not any(pending):
                 assert logits is not None  # the root is never cached before its round
                 return logits

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from treedec.drafter import Draft, Drafter, Drafting, DraftSession, DraftState
 from treedec.growth import GrowthPolicy
-from treedec.target import Target
+from treedec.target import Target, finish_logits
 from treedec.tree import TokenTree
 
 
@@ -42,7 +42,9 @@ class MedusaConfig:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"a draft vocabulary of {self.draft_vocab_size} tokens exceeds the target's {self.vocab_size}")
+            raise ValueError(
+                f"a draft vocabulary of {self.draft_vocab_size} tokens exceeds the target's {self.vocab_size}"
+            )
 
 
 class MedusaHeads(nn.Module):
@@ -64,7 +66,12 @@ class MedusaHeads(nn.Module):
         self.weight = nn.Parameter(torch.zeros(*shape, config.hidden_size))
         self.bias = nn.Parameter(torch.zeros(shape))
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
-        if ids.shape != (config.draft_vocab_size,) or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
+        if (
+            ids.shape != (config.draft_vocab_size,)
+            or bool((ids[1:] <= ids[:-1]).any())
+            or int(ids[0]) < 0
+            or int(ids[-1]) >= config.vocab_size
+        ):
             raise ValueError(f"draft_ids must be {config.draft_vocab_size} ascending ids below {config.vocab_size}")
         self.register_buffer("draft_ids", ids.long())
 
@@ -102,8 +109,11 @@ class MedusaDrafter(Drafter):
         if growth.depth is not None and growth.depth > config.heads:
             raise ValueError(f"the tree is {growth.depth} levels deep, but there are only {config.heads} Medusa heads")
         if growth.branching > config.draft_vocab_size:
-            raise ValueError(f"the tree takes {growth.branching} candidates a level, but the draft vocabulary has {config.draft_vocab_size}")
+            raise ValueError(
+                f"the tree takes {growth.branching} candidates a level, but the draft vocabulary has {config.draft_vocab_size}"
+            )
         self.heads, self.growth, self.max_nodes = heads, growth, growth.nodes
+        self._target_config = model.config.get_text_config()
         self._trimmed = config.draft_vocab_size < config.vocab_size
         # A copy of the trimmed rows: gathering them anew in every round would cost as much as the product itself.
         self._weight = head.weight.detach()[heads.draft_ids] if self._trimmed else head.weight.detach()
@@ -122,7 +132,8 @@ class MedusaDrafter(Drafter):
         if depths == 0:
             return [[] for _ in state.room], [[] for _ in state.room]
         hidden = self.heads(state.hidden)[:depths]  # [K, B, H]
-        scores = state.shape(F.linear(hidden, self._weight, self._bias)).softmax(-1)
+        logits = finish_logits(F.linear(hidden, self._weight, self._bias), self._target_config)
+        scores = state.shape(logits).softmax(-1)
         if state.drafting is Drafting.COUPLED:
             noise = torch.stack([state.noise(depth + 1) for depth in range(depths)])  # [K, B, V]
             scores = scores / (noise[..., self.heads.draft_ids] if self._trimmed else noise)

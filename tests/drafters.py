@@ -33,7 +33,9 @@ class _ScriptedSession(DraftSession):
         self.plan = plan
 
     def propose(self, state: DraftState) -> Draft:
-        return Draft(TokenTree.from_rows([self.row(i, text, state.room[i], state.budget) for i, text in enumerate(state.texts)]))
+        return Draft(
+            TokenTree.from_rows([self.row(i, text, state.room[i], state.budget) for i, text in enumerate(state.texts)])
+        )
 
     def row(self, index, text, room, budget):
         if text is None:

@@ -88,7 +88,9 @@ class TurnTemplate:
         for mark in marks:
             before, found, text = text.partition(mark)
             if not found:
-                raise ValueError(f"the chat template does not keep the content of a turn: {mark!r} is missing from what it renders")
+                raise ValueError(
+                    f"the chat template does not keep the content of a turn: {mark!r} is missing from what it renders"
+                )
             pieces.append(before)
         encoded = [tuple(tokenizer.encode(piece, add_special_tokens=False)) for piece in [*pieces, text]]
         opening, after_question, after_answer, _ = encoded
@@ -123,7 +125,9 @@ class Synthesizer:
         if limit is not None and config.length > limit:
             raise ValueError(f"length {config.length} is beyond the model's context of {limit} tokens")
         if config.length <= len(self.template.opening):
-            raise ValueError(f"length {config.length} leaves no room after the {len(self.template.opening)} tokens of the template")
+            raise ValueError(
+                f"length {config.length} leaves no room after the {len(self.template.opening)} tokens of the template"
+            )
         special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), self.target.vocab_size))
         self._never_question = sorted(special - {self.template.after_question[0]})
         self._never_answer = sorted(special - {self.template.after_answer[0]})
@@ -162,7 +166,10 @@ class Synthesizer:
             logits[torch.tensor(members, dtype=torch.long)[:, None], torch.tensor(never, dtype=torch.long)] = -torch.inf
             fresh = [i for i in members if rows[i].turn_start == len(rows[i].tokens)]
             logits[torch.tensor(fresh, dtype=torch.long), end] = -torch.inf  # no empty turns
-        heat = torch.tensor([row.temperature if row.answering else self.config.question_temperature for row in rows], device=logits.device)
+        heat = torch.tensor(
+            [row.temperature if row.answering else self.config.question_temperature for row in rows],
+            device=logits.device,
+        )
         greedy = logits.argmax(-1)
         cumulative = (logits / heat.clamp(min=1e-3)[:, None]).softmax(-1).cumsum(-1)
         # Inverse transform: one uniform number a row instead of V exponential ones; the seed contract of generate is not at stake here.
@@ -191,13 +198,23 @@ class Synthesizer:
             turns.append(("assistant" if row.answering else "user", row.turn_start, len(row.tokens)))
         decode = self.tokenizer.decode
         return {
-            "messages": [{"role": role, "content": decode(row.tokens[start:end], skip_special_tokens=True)} for role, start, end in turns],
+            "messages": [
+                {"role": role, "content": decode(row.tokens[start:end], skip_special_tokens=True)}
+                for role, start, end in turns
+            ],
             "input_ids": row.tokens,
             "responses": [[start, end] for role, start, end in turns if role == "assistant"],
         }
 
 
-def synthesize(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str], config: SynthConfig, *, console: Console | None = None) -> int:
+def synthesize(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | os.PathLike[str],
+    config: SynthConfig,
+    *,
+    console: Console | None = None,
+) -> int:
     """Append conversations to a JSONL file until it holds `config.tokens` tokens.
 
     A file that exists is continued: batches already in it are skipped and a line cut short by a kill is dropped. The same
@@ -244,7 +261,9 @@ def _completed_batches(path: Path, config: SynthConfig) -> int:
             if not line.endswith(b"\n"):
                 break
             if lines == 0 and (length := len(json.loads(line)["input_ids"])) != config.length:
-                raise ValueError(f"{path} holds conversations of {length} tokens, not {config.length}: give the same settings, or another file")
+                raise ValueError(
+                    f"{path} holds conversations of {length} tokens, not {config.length}: give the same settings, or another file"
+                )
             lines, offset = lines + 1, offset + len(line)
             if lines % config.rows == 0:
                 end_of_batch = offset
@@ -255,8 +274,13 @@ def _completed_batches(path: Path, config: SynthConfig) -> int:
 
 def _progress(console: Console | None) -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(), console=console or Console(stderr=True),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console or Console(stderr=True),
     )
 
 
@@ -272,5 +296,7 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, object]]:
                 sample = json.loads(line)
                 sample["input_ids"], sample["responses"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: not a conversation with input_ids and responses ({error})") from error
+                raise ValueError(
+                    f"{path}, line {number}: not a conversation with input_ids and responses ({error})"
+                ) from error
             yield sample

@@ -2,51 +2,70 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from treedec.acceptance import AcceptanceRule
-from treedec.api import TreeDecoderOutput, generate, stream
-from treedec.decode import Committed, DecodingStats
-from treedec.drafter import Draft, Drafter, Drafting, DraftSession, DraftState, Outcome
-from treedec.growth import BestFirst, GrowthPolicy, StaticTree
-from treedec.models import load_target
-from treedec.target import Target, UnsupportedModel
-from treedec.tree import TokenTree, TreeError
-
 if TYPE_CHECKING:
-    from treedec.heads import load_drafter
+    from treedec.acceptance import AcceptanceRule as AcceptanceRule
+    from treedec.api import TreeDecoderOutput as TreeDecoderOutput
+    from treedec.api import generate as generate
+    from treedec.api import stream as stream
+    from treedec.decode import Committed as Committed
+    from treedec.decode import DecodingStats as DecodingStats
+    from treedec.drafter import Draft as Draft
+    from treedec.drafter import Drafter as Drafter
+    from treedec.drafter import Drafting as Drafting
+    from treedec.drafter import DraftSession as DraftSession
+    from treedec.drafter import DraftState as DraftState
+    from treedec.drafter import Outcome as Outcome
+    from treedec.growth import BestFirst as BestFirst
+    from treedec.growth import GrowthPolicy as GrowthPolicy
+    from treedec.growth import StaticTree as StaticTree
+    from treedec.heads import load_drafter as load_drafter
+    from treedec.models import load_target as load_target
+    from treedec.target import Target as Target
+    from treedec.target import UnsupportedModel as UnsupportedModel
+    from treedec.tree import TokenTree as TokenTree
+    from treedec.tree import TreeError as TreeError
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AcceptanceRule",
-    "BestFirst",
-    "Committed",
-    "DecodingStats",
-    "Draft",
-    "DraftSession",
-    "DraftState",
-    "Drafter",
-    "Drafting",
-    "GrowthPolicy",
-    "Outcome",
-    "StaticTree",
-    "Target",
-    "TokenTree",
-    "TreeDecoderOutput",
-    "TreeError",
-    "UnsupportedModel",
-    "generate",
-    "load_drafter",
-    "load_target",
-    "stream",
-]
+# Every public name and the module it lives in. They are imported when first used: the command line answers `--help`
+# without loading torch, and the engine does not import the heads that draft for it.
+_HOMES = {
+    "AcceptanceRule": "acceptance",
+    "BestFirst": "growth",
+    "Committed": "decode",
+    "DecodingStats": "decode",
+    "Draft": "drafter",
+    "DraftSession": "drafter",
+    "DraftState": "drafter",
+    "Drafter": "drafter",
+    "Drafting": "drafter",
+    "GrowthPolicy": "growth",
+    "Outcome": "drafter",
+    "StaticTree": "growth",
+    "Target": "target",
+    "TokenTree": "tree",
+    "TreeDecoderOutput": "api",
+    "TreeError": "tree",
+    "UnsupportedModel": "target",
+    "generate": "api",
+    "load_drafter": "heads",
+    "load_target": "models",
+    "stream": "api",
+}
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    # The engine does not import what drafts for it; only the name is offered here.
-    if name == "load_drafter":
-        from treedec.heads import load_drafter
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
 
-        return load_drafter
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -16,6 +16,7 @@ from transformers import (
     MinPLogitsWarper,
     PreTrainedModel,
     StoppingCriteriaList,
+    StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -38,6 +39,21 @@ _PREFIX_INDEPENDENT = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
 )
+
+# Arguments of `model.generate` that mean something a token tree has no answer to (yet): refused, never ignored.
+_REFUSED_ARGUMENTS = {
+    "assistant_model": "give the draft model as the drafter: treedec.heads.DraftModelDrafter(assistant_model)",
+    "assistant_tokenizer": "the draft model must share the target's vocabulary",
+    "prompt_lookup_num_tokens": "give the drafter treedec.heads.NgramDrafter()",
+    "custom_generate": "treedec brings its own decode loop",
+    "cache": "treedec keeps keys and values in its own cache",
+    "past_key_values": "treedec keeps keys and values in its own cache",
+    "inputs_embeds": "give input_ids",
+    "negative_prompt_ids": "guided decoding needs a second pass of the model for every token",
+    "guidance_scale": "guided decoding needs a second pass of the model for every token",
+    "synced_gpus": "sharded generation is not supported",
+}
+_REFUSED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 @dataclass
@@ -88,7 +104,8 @@ def generate(
         drafter: proposes token trees; None for plain decoding.
         acceptance: `"greedy"`, `"coupled"`, `"residual"` or the lossy `"typical"`, or a rule. Default: `greedy` without
             sampling, `coupled` with.
-        **generate_arguments: arguments of `model.generate` (`max_new_tokens`, `do_sample`, `temperature`, …).
+        **generate_arguments: arguments of `model.generate` (`max_new_tokens`, `do_sample`, `temperature`, `streamer`,
+            `stop_strings` with `tokenizer`, …). What does not apply to token trees is refused by name.
 
     Returns:
         `[B, L + new]` ids, or a `TreeDecoderOutput` with `return_dict_in_generate=True`.
@@ -97,10 +114,20 @@ def generate(
         ValueError: an empty prompt, ids beyond the vocabulary, a prompt past the model's context, an argument that
             does not apply, or a drafter that does not fit the model; before any pass.
     """
+    streamer = generate_arguments.pop("streamer", None)
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(f"a streamer takes one sequence, not a batch of {input_ids.shape[0]}")
     prepared, decoder = _prepare(model, input_ids, drafter, acceptance, generate_arguments)
     stats = DecodingStats()
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
     for block in decoder.run():
         stats.count(block)
+        if streamer is not None:
+            for token in block.tokens[0]:  # one by one, as `model.generate` does
+                streamer.put(torch.tensor([token]))
+    if streamer is not None:
+        streamer.end()
     sequences = _padded(decoder, prepared)
     if not prepared.config.return_dict_in_generate:
         return sequences
@@ -135,18 +162,23 @@ def _prepare(
     _check_prompt(target, input_ids)
     prepared = _prepared_by_transformers(target.model, input_ids, arguments)
     config = prepared.config
-    if config.num_beams > 1:
-        raise ValueError(f"num_beams={config.num_beams}: token trees replace beams; treedec decodes greedily or by sampling")
+    if (config.num_beams or 1) > 1:
+        raise ValueError(f"num_beams={config.num_beams}: treedec decodes greedily or by sampling, not with beams")
+    for name in _REFUSED_OUTPUTS:
+        if getattr(config, name, False):
+            raise ValueError(f"{name}=True is not supported: treedec returns sequences and statistics")
     if prepared.criteria.max_length is None:
         raise ValueError("the length is unbounded: give max_new_tokens or max_length")
     mask = torch.ones_like(prepared.input_ids) if prepared.attention_mask is None else prepared.attention_mask
     if not bool(mask[:, -1].all()):
-        raise ValueError("prompts of different lengths must be padded on the left: the last column of attention_mask has zeros")
+        raise ValueError(
+            "prompts of different lengths must be padded on the left: the last column of attention_mask has zeros"
+        )
     request = Request(
         prepared.input_ids,
         mask,
         prepared.criteria.max_length,
-        prepared.processors,
+        _row_processors(target.model, prepared, arguments),
         LogitsProcessorList(p for p in prepared.processors if isinstance(p, _PREFIX_INDEPENDENT)),
         prepared.criteria,
     )
@@ -156,20 +188,66 @@ def _prepare(
 
 def _prepared_by_transformers(model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any]) -> _Prepared:
     """Let `model.generate` resolve its own arguments and hand over what its decode loop would get."""
+    for name, instead in _REFUSED_ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name} does not apply to treedec.generate: {instead}")
+    if arguments.get("stop_strings") is not None:
+        # `generate` loses the tokenizer on its way to a custom decode loop, and would then miss it for the stop strings.
+        arguments = dict(arguments)
+        stops, tokenizer = arguments.pop("stop_strings"), arguments.pop("tokenizer", None)
+        if tokenizer is None:
+            raise ValueError("stop_strings need the tokenizer: give tokenizer=")
+        given = arguments.get("stopping_criteria") or []
+        arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, stops)])
 
-    def take_over(model: Any, input_ids: Tensor, *, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any) -> _Prepared:
+    def take_over(
+        model: Any,
+        input_ids: Tensor,
+        *,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **rest: Any,
+    ) -> _Prepared:
         return _Prepared(input_ids, logits_processor, stopping_criteria, generation_config, rest.get("attention_mask"))
 
     return model.generate(input_ids, custom_generate=take_over, **arguments)  # type: ignore[return-value]
 
 
+def _row_processors(
+    model: PreTrainedModel, prepared: _Prepared, arguments: dict[str, Any]
+) -> list[LogitsProcessorList]:
+    """The logits processors of each row, made for that row.
+
+    Rows advance at their own pace, so each is processed alone; but processors may know the prompt of their row (encoder
+    penalties) or its index (`prefix_allowed_tokens_fn`). Processors that the user made are shared by all rows.
+    """
+    batch = prepared.input_ids.shape[0]
+    if batch == 1 or all(isinstance(processor, _PREFIX_INDEPENDENT) for processor in prepared.processors):
+        return [prepared.processors] * batch
+    allowed = arguments.get("prefix_allowed_tokens_fn")
+    rows = []
+    for row in range(batch):
+        own = {**arguments, "num_return_sequences": 1}
+        if prepared.attention_mask is not None:
+            own["attention_mask"] = prepared.attention_mask[row : row + 1]
+        if allowed is not None:
+            own["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
+        rows.append(_prepared_by_transformers(model, prepared.input_ids[row : row + 1], own).processors)
+    return rows
+
+
 def _check_prompt(target: Target, input_ids: Tensor) -> None:
     if input_ids.dim() != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
-        raise ValueError(f"input_ids must be [B, L] with at least one token per row, not {list(input_ids.shape)}: the prompt is empty")
+        raise ValueError(
+            f"input_ids must be [B, L] with at least one token per row, not {list(input_ids.shape)}: the prompt is empty"
+        )
     lowest, highest = int(input_ids.min()), int(input_ids.max())
     if lowest < 0 or highest >= target.vocab_size:
         wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"token id {wrong} is outside the model's vocabulary of {target.vocab_size}: is this the model's own tokenizer?")
+        raise ValueError(
+            f"token id {wrong} is outside the model's vocabulary of {target.vocab_size}: is this the model's own tokenizer?"
+        )
     limit = target.max_positions
     if limit is not None and input_ids.shape[1] >= limit:
         raise ValueError(f"the prompt has {input_ids.shape[1]} tokens, but the model's context ends at {limit}")
@@ -179,5 +257,8 @@ def _padded(decoder: Decoder, prepared: _Prepared) -> Tensor:
     rows = decoder.rows
     sequences = rows.ids[:, : max(rows.lengths)].clone()
     pad = prepared.config._pad_token_tensor
-    beyond = torch.arange(sequences.shape[1], device=sequences.device) >= torch.tensor(rows.lengths, device=sequences.device)[:, None]
+    beyond = (
+        torch.arange(sequences.shape[1], device=sequences.device)
+        >= torch.tensor(rows.lengths, device=sequences.device)[:, None]
+    )
     return sequences if pad is None else sequences.masked_fill_(beyond, int(pad))

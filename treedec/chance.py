@@ -46,7 +46,9 @@ class ExponentialNoise:
         """`[B, V]` float32: the noise of generated position `step` (0 is the first new token)."""
         while len(self._states) <= step + 1:
             # `generate` samples from a float32 softmax whatever the dtype of the model.
-            noise = torch.empty(self._shape, dtype=torch.float32, device=self._device).exponential_(1, generator=self._generator)
+            noise = torch.empty(self._shape, dtype=torch.float32, device=self._device).exponential_(
+                1, generator=self._generator
+            )
             self._drawn[len(self._states) - 1] = noise
             self._states.append(self._generator.get_state())
         return self._drawn[step]

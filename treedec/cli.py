@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +44,7 @@ class _Interrupted(Exception):
     """Ctrl-C where there is something to say about what was kept."""
 
 
-class Dtype(str, Enum):
+class Dtype(StrEnum):
     """Dtypes by their name on the command line."""
 
     auto = "auto"
@@ -54,7 +54,7 @@ class Dtype(str, Enum):
     float64 = "float64"
 
 
-class Method(str, Enum):
+class Method(StrEnum):
     """Kinds of heads that can be trained."""
 
     medusa = "medusa"
@@ -265,7 +265,7 @@ def train(
     started = time.perf_counter()
     console = Console(stderr=True)
     try:
-        measured = trainer.train(
+        measured: dict[str, Any] = trainer.train(
             model, tokenizer, data, out, config, resume=resume, overwrite=overwrite, console=console
         )
     except trainer.TrainingInterrupted as error:
@@ -365,7 +365,7 @@ def _quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> torch.Tensor:
+def _encode(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
     """`[1, L]` ids of a prompt, as a user turn if the model has a chat template."""
     if raw or not tokenizer.chat_template:
         return tokenizer(prompt, return_tensors="pt").input_ids

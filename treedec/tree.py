@@ -103,7 +103,11 @@ class TokenTree:
     def validate(self, vocab_size: int, room: Sequence[int]) -> None:
         """Raise `TreeError` unless row `b` is a well-formed tree over ids `0 … vocab_size - 1`, at most `room[b]` deep."""
         batch = len(room)
-        if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2 or self.counts.shape != self.tokens.shape[:1]:
+        if (
+            self.tokens.shape != self.parents.shape
+            or self.tokens.dim() != 2
+            or self.counts.shape != self.tokens.shape[:1]
+        ):
             raise TreeError(
                 f"tokens {tuple(self.tokens.shape)}, parents {tuple(self.parents.shape)} and counts "
                 f"{tuple(self.counts.shape)} must be [B, N], [B, N] and [B]"

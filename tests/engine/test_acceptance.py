@@ -379,9 +379,9 @@ def test_typical_accepts_by_the_lower_of_both_thresholds():
 
 
 def test_typical_always_accepts_the_argmax():
-    p = torch.full((100,), 0.01, dtype=torch.float64)
-    p[7] += 1e-9
-    assert Typical(epsilon=0.5, delta=0.999).acceptable(p / p.sum())[7]
+    # exp(−H) ≤ max p, with equality for equal tokens: there only rounding decides.
+    rule = Typical(epsilon=0.999, delta=1 - 1e-12)
+    assert all(rule.acceptable(torch.full((vocab,), 1 / vocab)).any() for vocab in range(2, 100))
     assert Typical(epsilon=0.999).acceptable(torch.tensor([1.0, 0.0])).tolist() == [True, False]
 
 
@@ -494,7 +494,7 @@ def triples(drafter, draws, **sampling):
         np.add.at(counts, tuple(out[:, 3:].T.numpy()), 1)
     expected = np.zeros((8, 8, 8))
     _, decoding = treedec.api._prepare(model, ids, None, None, arguments)
-    warp = lambda text: decoding.request.processors(text, model(input_ids=text).logits[:, -1].float()).softmax(-1)[0]  # noqa: E731
+    warp = lambda text: decoding.request.processors[0](text, model(input_ids=text).logits[:, -1].float()).softmax(-1)[0]  # noqa: E731
     for text in product(range(8), repeat=2):
         grown = torch.tensor([[1, 2, 3, *text]])
         a, b = warp(ids)[text[0]], warp(grown[:, :4])[text[1]]

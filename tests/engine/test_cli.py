@@ -11,11 +11,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from treedec import cli
 from treedec.training import trainer
 from treedec.training.synth import SynthConfig
 from treedec.training.trainer import TrainConfig
-
-from treedec import cli
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from drafters import Scripted
 from kit import (
     ARCHITECTURES,
     DECODING,
@@ -223,22 +224,13 @@ FURTHER = {
     "forced_eos_token_id": {"forced_eos_token_id": 5, "eos_token_id": 5, "pad_token_id": 0},
     "exponential_decay": {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": 3, "pad_token_id": 0},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: range(20 * row, 20 * row + 30)},
-    "guidance_scale": {"guidance_scale": 1.5},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 2},
     "watermarking_config": {"watermarking_config": {"bias": 2.5, "seeding_scheme": "lefthash"}},
 }
+
+
 # These hold state per row of the batch, but are called row by row.
-_PER_ROW = {
-    "repetition_penalty",
-    "prefix_allowed_tokens_fn",
-    "guidance_scale",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-}
-_CALLED_BY_ROW = pytest.mark.xfail(strict=True, reason="the engine calls processors with one row, whichever it is")
-
-
 @pytest.mark.parametrize("argument", FURTHER)
 def test_a05_every_argument_that_shapes_scores_equals_generate(argument):
     model, arguments = tiny_model("qwen3"), {"max_new_tokens": NEW, "do_sample": False, **FURTHER[argument]}
@@ -247,9 +239,7 @@ def test_a05_every_argument_that_shapes_scores_equals_generate(argument):
         assert torch.equal(ours(model, prompts(), scripted(expected, name), **arguments), expected.ids)
 
 
-@pytest.mark.parametrize(
-    "argument", [pytest.param(name, marks=_CALLED_BY_ROW) if name in _PER_ROW else name for name in FURTHER]
-)
+@pytest.mark.parametrize("argument", FURTHER)
 def test_a05_every_argument_that_shapes_scores_equals_generate_in_a_ragged_batch(argument):
     model, (ids, mask) = tiny_model("qwen3"), ragged_prompts()
     arguments = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, **FURTHER[argument]}
@@ -375,6 +365,18 @@ def test_a15_decoding_up_to_the_last_position_equals_generate(architecture, left
     expected = reference(model, ids, **arguments)
     out = ours(model, ids, scripted(expected, drafter), return_dict_in_generate=True, **arguments)
     assert out.stats.new_tokens == left + 1 and torch.equal(out.sequences, expected.ids)
+
+
+@pytest.mark.parametrize("decoys", [0, 2])
+@pytest.mark.parametrize("left", [1, 2, 4, 5])
+def test_a15_no_draft_reaches_beyond_the_last_position(left, decoys):
+    """More tokens are allowed than fit: the text ends itself, just in time, and drafts must not run ahead of it."""
+    model, ids = fresh_model("gpt2", n_positions=24, seed=7), prompts(length=24 - left)
+    unending = reference(model, ids, max_new_tokens=left + 1, do_sample=False).new[0]
+    assert unending.index(unending[-1]) == left
+    arguments = {"max_new_tokens": 40, "eos_token_id": unending[-1], "pad_token_id": 0, "do_sample": False}
+    eager = Scripted([unending + [1] * 10], [24 - left], VOCAB, decoys=decoys)
+    assert torch.equal(ours(model, ids, eager, **arguments), reference(model, ids, **arguments).ids)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -1,4 +1,4 @@
-"""Target: a tree in one pass scores like its paths one by one, prefill in chunks like at once; nothing is left behind."""
+"""Target: a tree in one pass scores like its paths, prefill in chunks like at once, and nothing is left behind."""
 
 import pytest
 import torch
