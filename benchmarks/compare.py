@@ -2,9 +2,9 @@
 
     python -m treedec.benchmarks.compare question.jsonl --category mt_bench --out result.json
 
-reads prompts in Spec-Bench's format (one JSON object a line: `question_id`, `category`, `turns`), decodes the first turn of
-each with every method in turn, and writes every row and the pooled figures. Speeds are pooled tokens over pooled seconds,
-prefill included, and are meant as ratios within one run.
+reads prompts in Spec-Bench's format (one JSON object a line: `question_id`, `category`, `turns`), decodes the first
+turn of each with every method in turn, and writes every row and the pooled figures. Speeds are pooled tokens over
+pooled seconds, prefill included, and are meant as ratios within one run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_prompts(path: Path, category: str | None) -> list[tuple[str, str]]:
 
 
 def pooled(rows: list[Row]) -> dict[str, float]:
-    """Pooled figures of one method's rows; the accepted length pools tokens and passes, it does not average averages."""
+    """Pooled figures of one method's rows; the accepted length pools tokens and passes, not averages of averages."""
     tokens, seconds = sum(row.new_tokens for row in rows), sum(row.seconds for row in rows)
     committed = sum(int(length) * times for row in rows for length, times in row.accepted_lengths.items())
     passes = sum(row.passes for row in rows)
@@ -137,7 +137,7 @@ class Comparison:
 
     @torch.no_grad()
     def gap(self, ids: Tensor, reference: list[int], other: list[int], place: int) -> float | None:
-        """How far apart the model itself holds two tokens where two outputs part: near 0 at a near-tie of a greedy decode."""
+        """The model's own logit gap between two outputs where they part: near 0 at a near-tie of a greedy decode."""
         if place >= min(len(reference), len(other)):
             return None
         prefix = torch.cat([ids, torch.tensor([reference[:place]], dtype=torch.long, device=ids.device)], dim=1)

@@ -45,7 +45,8 @@ def load_drafter(
     folder = _shipped(str(name)) or Path(name)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"no drafter {str(name)!r}: give 'demo', 'demo:medusa', 'ngram', 'none', or a folder of trained heads or of a draft model"
+            f"no drafter {str(name)!r}: give 'demo', 'demo:medusa', 'ngram', 'none', or a folder of trained heads "
+            "or of a draft model"
         )
     if is_heads_folder(folder):
         return MedusaDrafter(load_heads(folder, model), model, _growth(tree))

@@ -1,7 +1,9 @@
-"""Medusa heads (Cai et al. 2024, arXiv:2401.10774): head `k` guesses the token `k + 1` places after the one the target predicts.
+"""Medusa heads (Cai et al. 2024, arXiv:2401.10774): head `k` guesses the token `k + 1` places after the one the target
+predicts.
 
-Every head reads the target's last hidden state, alone, through residual blocks `x + silu(W x + b)`, and shares the target's
-LM head, by default restricted to a draft vocabulary of its most frequent tokens. One matrix product drafts all depths.
+Every head reads the target's last hidden state, alone, through residual blocks `x + silu(W x + b)`, and shares the
+target's LM head, by default restricted to a draft vocabulary of its most frequent tokens. One matrix product drafts all
+depths.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class MedusaConfig:
 class MedusaHeads(nn.Module):
     """The trainable part: K stacks of residual blocks, evaluated together.
 
-    Parameters are stacked over heads, `weight [K, L, H, H]` (output, input) and `bias [K, L, H]`, so that all heads are one
-    batched product. They start at zero: an untrained head is the identity and repeats the target's own prediction.
+    Parameters are stacked over heads, `weight [K, L, H, H]` (output, input) and `bias [K, L, H]`, so that all heads are
+    one batched product. They start at zero: an untrained head is the identity and repeats the target's own prediction.
 
     Buffers:
         draft_ids: `[Vd]` int64, ascending; the target's ids that can be drafted.
@@ -110,7 +112,8 @@ class MedusaDrafter(Drafter):
             raise ValueError(f"the tree is {growth.depth} levels deep, but there are only {config.heads} Medusa heads")
         if growth.branching > config.draft_vocab_size:
             raise ValueError(
-                f"the tree takes {growth.branching} candidates a level, but the draft vocabulary has {config.draft_vocab_size}"
+                f"the tree takes {growth.branching} candidates a level, but the draft vocabulary has only "
+                f"{config.draft_vocab_size} tokens"
             )
         self.heads, self.growth, self.max_nodes = heads, growth, growth.nodes
         self._target_config = model.config.get_text_config()
@@ -139,7 +142,8 @@ class MedusaDrafter(Drafter):
             scores = scores / (noise[..., self.heads.draft_ids] if self._trimmed else noise)
         top, index = scores.topk(self.growth.branching, dim=-1)
         if state.drafting is Drafting.COUPLED:
-            # Races are won in proportion to the odds: the share of a candidate stands for its chance of being the winner.
+            # Races are won in proportion to the odds: the share of a candidate stands for its chance of being the
+            # winner.
             top = top / top.sum(-1, keepdim=True)
         ids = self.heads.draft_ids[index] if self._trimmed else index
         return ids.transpose(0, 1).tolist(), top.transpose(0, 1).tolist()

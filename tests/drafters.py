@@ -14,7 +14,8 @@ class Scripted(Drafter):
         vocab_size: to make wrong tokens.
         depth: levels of the right path.
         right: how many of its tokens are right; the rest is wrong.
-        decoys: wrong siblings drafted *before* the right token at every level, so that the right path is the last branch.
+        decoys: wrong siblings drafted *before* the right token at every level, so that the right path is the last
+            branch.
     """
 
     name = "scripted"

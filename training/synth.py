@@ -1,11 +1,12 @@
 """Self-synthesis: training conversations written by the target itself, without a data set.
 
-An instruction-tuned model that is given only the opening of a user turn writes the question, and then answers it (Magpie,
-Xu et al. 2024, arXiv:2406.08464). Draft heads must imitate this very target, so its own text is also the best text.
+An instruction-tuned model that is given only the opening of a user turn writes the question, and then answers it
+(Magpie, Xu et al. 2024, arXiv:2406.08464). Draft heads must imitate this very target, so its own text is also the best
+text.
 
-All conversations of a batch advance in lockstep and need no padding: a row that ends a turn is fed the template's tokens
-up to the next turn, while the others go on sampling. One batch is one unit of work: it is appended whole, and a run that
-was interrupted continues with the next one.
+All conversations of a batch advance in lockstep and need no padding: a row that ends a turn is fed the template's
+tokens up to the next turn, while the others go on sampling. One batch is one unit of work: it is appended whole, and a
+run that was interrupted continues with the next one.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Synthesizer:
 
     @torch.inference_mode()
     def batch(self, index: int) -> list[dict[str, object]]:
-        """The conversations of batch `index`, one dictionary each: `messages`, `input_ids` and `responses` (token spans)."""
+        """The conversations of batch `index`, each with `messages`, `input_ids` and `responses` (token spans)."""
         config, target = self.config, self.target
         generator = torch.Generator(target.device).manual_seed(config.seed * 1_000_003 + index)
         temperatures = config.answer_temperatures
@@ -172,7 +173,8 @@ class Synthesizer:
         )
         greedy = logits.argmax(-1)
         cumulative = (logits / heat.clamp(min=1e-3)[:, None]).softmax(-1).cumsum(-1)
-        # Inverse transform: one uniform number a row instead of V exponential ones; the seed contract of generate is not at stake here.
+        # Inverse transform: one uniform number a row instead of V exponential ones; the seed contract of generate is
+        # not at stake here.
         uniform = torch.rand(len(rows), 1, generator=generator, device=logits.device) * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, uniform, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
         return torch.where(heat > 0, drawn, greedy).tolist()
@@ -217,8 +219,8 @@ def synthesize(
 ) -> int:
     """Append conversations to a JSONL file until it holds `config.tokens` tokens.
 
-    A file that exists is continued: batches already in it are skipped and a line cut short by a kill is dropped. The same
-    configuration therefore gives the same file whether or not the run was interrupted.
+    A file that exists is continued: batches already in it are skipped and a line cut short by a kill is dropped. The
+    same configuration therefore gives the same file whether or not the run was interrupted.
 
     Args:
         model, tokenizer: the target.
@@ -262,7 +264,8 @@ def _completed_batches(path: Path, config: SynthConfig) -> int:
                 break
             if lines == 0 and (length := len(json.loads(line)["input_ids"])) != config.length:
                 raise ValueError(
-                    f"{path} holds conversations of {length} tokens, not {config.length}: give the same settings, or another file"
+                    f"{path} holds conversations of {length} tokens, not {config.length}: give the same settings, or "
+                    "another file"
                 )
             lines, offset = lines + 1, offset + len(line)
             if lines % config.rows == 0:

@@ -4,8 +4,8 @@ A rule sees one row through a `TreeView` and returns an `Accepted` path. `greedy
 `model.generate` would commit, token for token; `residual` commits a sample of the target's distribution; `typical` does
 neither and says so.
 
-Notation: p is the target's distribution after all logits processors and warpers, q the distribution that the children of a
-node were really drawn from, [x]+ = max(x, 0), norm[x] = x / Σx.
+Notation: p is the target's distribution after all logits processors and warpers, q the distribution that the children
+of a node were really drawn from, [x]+ = max(x, 0), norm[x] = x / Σx.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Accepted:
 
     Attributes:
         nodes: the root and the accepted nodes below it.
-        token: the token after the last of them: the correction, the bonus token, or an accepted token that ends the row.
+        token: the token after the last of them: the correction, the bonus token, or an accepted token that ends the
+            row.
         finished: whether `token` ends the row.
     """
 
@@ -125,8 +126,8 @@ class Greedy(_Walk):
 class Coupled(_Walk):
     """Follow y = argmax(p / e) with the noise e that `generate` would use: its very tokens under the same seed.
 
-    Losslessness holds by construction and for any tree, because y does not depend on the drafts; the drafter uses the same
-    noise only to guess y better. Background: drafter-invariant speculative decoding (Daliri et al. 2024,
+    Losslessness holds by construction and for any tree, because y does not depend on the drafts; the drafter uses the
+    same noise only to guess y better. Background: drafter-invariant speculative decoding (Daliri et al. 2024,
     arXiv:2408.07978) and Gumbel-max list coupling (Khisti et al. 2024, arXiv:2410.18234).
     """
 
@@ -140,14 +141,14 @@ class Coupled(_Walk):
 class Residual(_Walk):
     """Recursive rejection: exactly the target's distribution, for sampled and for deterministic children.
 
-    Sampled children (q given), in the order drawn: accept x with probability min(1, p̂(x) / q̂(x)), p̂ and q̂ starting at
-    p and q. After a rejection p̂ ← norm[p̂ − q̂]+ with the q̂ that x was drawn from, then q̂(x) ← 0 and q̂ ← norm[q̂],
-    because x was drawn without replacement. With all rejected, emit y ~ p̂. On a chain this is Leviathan et al. 2023
-    (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318); on a tree SpecInfer (arXiv:2305.09781), without
+    Sampled children (q given), in the order drawn: accept x with probability min(1, p̂(x) / q̂(x)), p̂ and q̂ starting
+    at p and q. After a rejection p̂ ← norm[p̂ − q̂]+ with the q̂ that x was drawn from, then q̂(x) ← 0 and q̂ ←
+    norm[q̂], because x was drawn without replacement. With all rejected, emit y ~ p̂. On a chain this is Leviathan et
+    al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318); on a tree SpecInfer (arXiv:2305.09781), without
     replacement as in Jeon et al. 2024 (arXiv:2402.14160).
 
-    Deterministic children (q absent) have a one-hot q; the rule above then amounts to drawing y ~ p once and following the
-    child that carries y. A softmax in place of that one-hot q would be biased.
+    Deterministic children (q absent) have a one-hot q; the rule above then amounts to drawing y ~ p once and following
+    the child that carries y. A softmax in place of that one-hot q would be biased.
     """
 
     name, lossless, samples, drafting = "residual", True, True, Drafting.SAMPLED
@@ -168,7 +169,7 @@ class Residual(_Walk):
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm[p − q]+ of `[V]` distributions, or p itself where rounding leaves nothing (p = q is never rejected exactly)."""
+    """norm[p − q]+ of `[V]` distributions, or p itself where rounding leaves nothing (p = q is not rejected)."""
     left = (p - q).clamp(min=0)
     total = left.sum()
     return left / total if total > 0 else p
@@ -183,10 +184,12 @@ def remove(q: Tensor, token: int) -> Tensor:
 
 
 class Typical(AcceptanceRule):
-    """Medusa's typical acceptance (Cai et al. 2024, arXiv:2401.10774, section 2.3.1). LOSSY: not the target's distribution.
+    """Medusa's typical acceptance (Cai et al. 2024, arXiv:2401.10774, section 2.3.1). LOSSY: not the target's
+    distribution.
 
     A candidate is acceptable iff p(x) > min(ε, δ · exp(−H(p))). Of the paths of acceptable nodes the longest is
-    committed, among equals the most probable one; the token after it is drawn from p restricted to its acceptable tokens.
+    committed, among equals the most probable one; the token after it is drawn from p restricted to its acceptable
+    tokens.
 
     Args:
         epsilon: ε, the hard threshold.

@@ -144,8 +144,8 @@ def stream(
 ) -> Iterator[Committed]:
     """The iterator under `generate`: committed token blocks as they come, one per pass of the target.
 
-    Arguments and errors are those of `generate`; they are checked here, before the first block is asked for. The iterator
-    may be abandoned at any time.
+    Arguments and errors are those of `generate`; they are checked here, before the first block is asked for. The
+    iterator may be abandoned at any time.
     """
     _, decoder = _prepare(model, input_ids, drafter, acceptance, generate_arguments)
     return decoder.run()
@@ -192,7 +192,8 @@ def _prepared_by_transformers(model: PreTrainedModel, input_ids: Tensor, argumen
         if arguments.get(name) is not None:
             raise ValueError(f"{name} does not apply to treedec.generate: {instead}")
     if arguments.get("stop_strings") is not None:
-        # `generate` loses the tokenizer on its way to a custom decode loop, and would then miss it for the stop strings.
+        # `generate` loses the tokenizer on its way to a custom decode loop, and would then miss it for the stop
+        # strings.
         arguments = dict(arguments)
         stops, tokenizer = arguments.pop("stop_strings"), arguments.pop("tokenizer", None)
         if tokenizer is None:
@@ -240,13 +241,13 @@ def _row_processors(
 def _check_prompt(target: Target, input_ids: Tensor) -> None:
     if input_ids.dim() != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(
-            f"input_ids must be [B, L] with at least one token per row, not {list(input_ids.shape)}: the prompt is empty"
+            f"input_ids must be [B, L] with at least one token per row, not {list(input_ids.shape)}: empty prompt"
         )
     lowest, highest = int(input_ids.min()), int(input_ids.max())
     if lowest < 0 or highest >= target.vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(
-            f"token id {wrong} is outside the model's vocabulary of {target.vocab_size}: is this the model's own tokenizer?"
+            f"token id {wrong} is outside the model's {target.vocab_size} tokens: is this the model's own tokenizer?"
         )
     limit = target.max_positions
     if limit is not None and input_ids.shape[1] >= limit:

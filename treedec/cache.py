@@ -1,8 +1,8 @@
 """SlotCache: keys and values in preallocated slots that are never copied, moved or cropped.
 
-Keys are position-encoded before they are cached and attention does not care about the order of its keys. So a pass writes
-its N nodes into N free slots of each row and the mask says which slots a node sees. Accepting a path makes its slots
-visible; the slots of rejected nodes are simply handed out again. Rows may commit different numbers of tokens.
+Keys are position-encoded before they are cached and attention does not care about the order of its keys. So a pass
+writes its N nodes into N free slots of each row and the mask says which slots a node sees. Accepting a path makes its
+slots visible; the slots of rejected nodes are simply handed out again. Rows may commit different numbers of tokens.
 
 This file is the only place where keys and values are read or written.
 """
@@ -34,7 +34,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[B, n_kv, N, d]` states to the slots of the pass in flight; return all slots up to the high-water mark."""
+        """Write `[B, n_kv, N, d]` states to the slots of the pass in flight; return those below the high-water mark."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         # Indexed assignment, not scatter_, which on the CPU copies the whole buffer first (8 times slower at 256 rows).
@@ -124,7 +124,7 @@ class SlotCache(Cache):
         self.lengths = [min(length, limit) for length, limit in zip(self.lengths, lengths, strict=True)]
 
     def visible_states(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
-        """Committed keys and values of one row in position order, each `[n_kv, length, d]` (for tests and inspection)."""
+        """Committed keys and values of one row in position order, each `[n_kv, length, d]` (for inspection)."""
         slots = self.visible[row].nonzero().squeeze(-1)
         slots = slots[torch.argsort(self.positions[row, slots])]
         return self.layers[layer].keys[row][:, slots], self.layers[layer].values[row][:, slots]

@@ -1,8 +1,8 @@
 """Random numbers: the exponential noise of a sampled step, and the draws of accept/reject rules.
 
-`torch.multinomial(p, 1)` is an exponential race: it draws `e = empty_like(p).exponential_()` and returns `argmax(p / e)`.
-So the noise of every future position can be drawn first, in the order in which `model.generate` would draw it, and a
-sampled step becomes a function of (noise, target).
+`torch.multinomial(p, 1)` is an exponential race: it draws `e = empty_like(p).exponential_()` and returns `argmax(p /
+e)`. So the noise of every future position can be drawn first, in the order in which `model.generate` would draw it, and
+a sampled step becomes a function of (noise, target).
 """
 
 from __future__ import annotations

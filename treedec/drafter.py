@@ -70,8 +70,9 @@ class Draft:
 
     Attributes:
         tree: the candidates.
-        probabilities: `[B, N, V]`: entry `[b, i]` is the distribution from which the children of node `i` were drawn, in
-            order and without replacement. None when children were chosen deterministically: then any tree is lossless.
+        probabilities: `[B, N, V]`: entry `[b, i]` is the distribution from which the children of node `i` were drawn,
+            in order and without replacement. None when children were chosen deterministically: then any tree is
+            lossless.
     """
 
     tree: TokenTree
@@ -80,7 +81,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a draft: per row the accepted nodes (root first; empty for finished rows) and all committed tokens."""
+    """What became of a draft: per row the accepted nodes (root first; none if finished) and all committed tokens."""
 
     paths: list[list[int]]
     tokens: list[list[int]]

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from treedec.tree import TreeError
 
-#: Candidates per depth, best first: `(token ids, scores)`, the score being the drafter's estimate that the target, having
-#: followed the path so far, picks this token.
+#: Candidates per depth, best first: `(token ids, scores)`, the score being the drafter's estimate that the target,
+#: having followed the path so far, picks this token.
 Candidates = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 
@@ -45,13 +45,14 @@ class GrowthPolicy(Protocol):
 class BestFirst:
     """Take the most probable node next, until the budget is spent or no node is worth its cost.
 
-    Under independent per-depth scores a node's probability is the product along its path, so best-first growth is exact:
-    the tree it returns has the largest expected accepted length of all trees of its size (Medusa, section 2.3.3).
+    Under independent per-depth scores a node's probability is the product along its path, so best-first growth is
+    exact: the tree it returns has the largest expected accepted length of all trees of its size (Medusa, section
+        2.3.3).
 
     Attributes:
         nodes: nodes per tree, the root included.
-        min_probability: nodes below this probability are not added. A node is worth drafting while its probability times
-            the cost of an average token exceeds what one more node adds to a target pass.
+        min_probability: nodes below this probability are not added. A node is worth drafting while its probability
+            times the cost of an average token exceeds what one more node adds to a target pass.
         branching: candidates per depth.
         depth: deepest level, None for no limit.
     """
@@ -143,7 +144,8 @@ class StaticTree:
         tokens, parents, place = [root], [-1], {0: 0}
         for node, (path, parent) in enumerate(zip(self.choices, self._parents, strict=True), 1):
             depth = len(path) - 1
-            # Near the end of the room, depths are missing; paths are sorted by depth, so a child never outlives its parent.
+            # Near the end of the room, depths are missing; paths are sorted by depth, so a child never outlives its
+            # parent.
             fits = depth < len(candidates) and path[-1] < len(candidates[depth][0]) and parent in place
             if fits and len(tokens) < limit:
                 place[node] = len(tokens)

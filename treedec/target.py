@@ -1,7 +1,8 @@
 """Target: a Hugging Face causal LM as the decode loop sees it.
 
-Nothing is stored on the user's model or patched into it. A pass hands the model explicit positions, a ready-made attention
-mask and a `SlotCache`; the one hook it needs (the exact input of the LM head) lives for the length of the pass.
+Nothing is stored on the user's model or patched into it. A pass hands the model explicit positions, a ready-made
+attention mask and a `SlotCache`; the one hook it needs (the exact input of the LM head) lives for the length of the
+pass.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from treedec.cache import SlotCache
 from treedec.tree import TokenTree
 
-# Masks that reach the attention function untouched, and in which form it wants them. Flash and flex attention build their
-# own masks and have no way to take a tree.
+# Masks that reach the attention function untouched, and in which form it wants them. Flash and flex attention build
+# their own masks and have no way to take a tree.
 _BOOLEAN_MASK, _ADDITIVE_MASK = "bool", "additive"
 _MASK_OF_ATTENTION = {"sdpa": _BOOLEAN_MASK, "eager": _ADDITIVE_MASK}
 
@@ -29,12 +30,12 @@ _KNOWN_LAYERS = frozenset({"full_attention", _WINDOWED})
 
 
 def logit_factor(config: PretrainedConfig) -> float:
-    """What a model multiplies its LM head's output by: 1 for most, `logit_scale` (cohere), `1 / logits_scaling` (granite)."""
+    """What the LM head's output is multiplied by: mostly 1; `logit_scale` (cohere), `1 / logits_scaling` (granite)."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def finish_logits(logits: Tensor, config: PretrainedConfig) -> Tensor:
-    """From the LM head's output to the model's logits: scaled, then soft-capped (gemma 2), as its configuration says."""
+    """From the LM head's output to the model's logits: scaled and soft-capped (gemma 2), as its config says."""
     if (factor := logit_factor(config)) != 1.0:
         logits = logits * factor
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
@@ -64,8 +65,8 @@ class Target:
 
     Args:
         model: any decoder-only `PreTrainedModel` with an LM head whose layers are full or sliding attention.
-        compile: verify trees with a `torch.compile`d copy of the forward pass (about a minute at its first use). Keep the
-            `Target` and hand it to `generate` in place of the model, or every call compiles anew. On the CPU the
+        compile: verify trees with a `torch.compile`d copy of the forward pass (about a minute at its first use). Keep
+            the `Target` and hand it to `generate` in place of the model, or every call compiles anew. On the CPU the
             copy also packs the weights for oneDNN, which takes their memory once more and reads them as they are now.
 
     Raises:
@@ -94,14 +95,14 @@ class Target:
         if unknown or getattr(self.config, "attention_chunk_size", None):
             kinds = sorted(unknown) or ["chunked_attention"]
             raise UnsupportedModel(
-                f"{type(model).__name__} has layers of kind {kinds}; only full and sliding attention keep their state in slots"
+                f"{type(model).__name__} has layers of kind {kinds}; slots hold only full and sliding attention"
             )
         parameters = inspect.signature(model.forward).parameters
         # transformers 5.24 renamed the argument.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         if self._cache_argument not in parameters or "position_ids" not in parameters:
             raise UnsupportedModel(
-                f"{type(model).__name__}.forward takes no cache or no position_ids, so tokens cannot be placed on a tree"
+                f"{type(model).__name__}.forward takes no cache or no position_ids, which a tree needs"
             )
         self._keeps_logits = "logits_to_keep" in parameters
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -130,7 +131,7 @@ class Target:
         return getattr(self.config, "max_position_embeddings", None)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """`[…, H]` inputs of the LM head to `[…, V]` logits, with the scaling and soft-capping of the model's own forward."""
+        """`[…, H]` LM-head inputs to `[…, V]` logits, scaled and soft-capped as in the model's own forward."""
         return finish_logits(self.model.get_output_embeddings()(hidden), self.config)
 
     def allocate(self, batch: int, capacity: int) -> SlotCache:
@@ -151,7 +152,7 @@ class Target:
         Returns:
             Logits `[B, 1, V]` and LM-head input `[B, 1, H]` after the last column.
         """
-        batch, length = input_ids.shape
+        length = input_ids.shape[1]
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         positions = (real.long().cumsum(1) - 1).clamp(min=0)
         for start in range(0, length, chunk):
@@ -187,7 +188,7 @@ class Target:
         return Verified(logits, hidden)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """`[B, L, H]` LM-head inputs of whole sequences without a cache and without `[B, L, V]` logits (for training)."""
+        """`[B, L, H]` LM-head inputs of whole sequences, without a cache or `[B, L, V]` logits (for training)."""
         with self._head_input(last_only=True) as captured, torch.no_grad():
             self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return captured[0]
@@ -217,7 +218,7 @@ class Target:
         return self.head(hidden), hidden
 
     def _check_head(self) -> None:
-        """Compare `_decode` with the model's own forward, so that an unknown head path is refused rather than guessed."""
+        """Compare `_decode` with the model's own forward: an unknown head path is refused, not guessed."""
         tree = TokenTree.chains([[0, 1, 2]])
         own = self.verify(self.allocate(1, 3), tree)
         cache = self.allocate(1, 3)
@@ -228,7 +229,7 @@ class Target:
             logits, hidden = self._decode(tree.tokens.to(self.device), positions, mask, cache)
         if not torch.equal(hidden, own.hidden) or not torch.equal(logits, own.logits):
             raise UnsupportedModel(
-                f"{type(self.model).__name__} does more between decoder and logits than treedec knows: use compile=False"
+                f"{type(self.model).__name__} has a head path that treedec does not know: use compile=False"
             )
 
     def _mask(self, cache: SlotCache, positions: Tensor, sees: Tensor) -> Tensor | dict[str, Tensor]:

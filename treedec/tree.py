@@ -1,8 +1,8 @@
 """Token trees: what a drafter proposes and one target pass verifies.
 
-A tree is two integer arrays per row of the batch. Node 0 is the *root*: the last committed token, whose key and value are
-not in the cache yet. Every other node is a candidate; `parents` points backwards, so the order is topological. A chain
-(vanilla speculative decoding) is a tree with one branch, and plain decoding is a tree with one node.
+A tree is two integer arrays per row of the batch. Node 0 is the *root*: the last committed token, whose key and value
+are not in the cache yet. Every other node is a candidate; `parents` points backwards, so the order is topological. A
+chain (vanilla speculative decoding) is a tree with one branch, and plain decoding is a tree with one node.
 
 Trees live on the CPU: drafters build them and the acceptance walk reads them there. The target moves what it needs.
 """
@@ -101,7 +101,7 @@ class TokenTree:
         return result
 
     def validate(self, vocab_size: int, room: Sequence[int]) -> None:
-        """Raise `TreeError` unless row `b` is a well-formed tree over ids `0 … vocab_size - 1`, at most `room[b]` deep."""
+        """Raise `TreeError` unless row `b` is a proper tree over ids below `vocab_size`, at most `room[b]` deep."""
         batch = len(room)
         if (
             self.tokens.shape != self.parents.shape
