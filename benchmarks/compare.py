@@ -14,10 +14,10 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import transformers
@@ -106,7 +106,9 @@ class Comparison:
     def prepare(self, method: str) -> Callable[[Tensor], tuple[Tensor, DecodingStats | None]]:
         """A function from `[1, L]` prompt ids to `[1, L + new]` ids and counts."""
         if method == "hf":
-            return lambda ids: (self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.generation), None)
+            # Causal LMs are `GenerationMixin`s, which `PreTrainedModel` does not say.
+            hf = cast(transformers.GenerationMixin, self.model)
+            return lambda ids: (hf.generate(ids, attention_mask=torch.ones_like(ids), **self.generation), None)
         model: Any = self.model
         if method.endswith("-compiled"):
             self._compiled = self._compiled or treedec.Target(self.model, compile=True)
@@ -115,16 +117,17 @@ class Comparison:
 
         def decode(ids: Tensor) -> tuple[Tensor, DecodingStats | None]:
             output = treedec.generate(model, ids, drafter, return_dict_in_generate=True, **self.generation)
+            assert isinstance(output, treedec.TreeDecoderOutput) and output.sequences is not None
             return output.sequences, output.stats
 
         return decode
 
     def encode(self, prompt: str) -> Tensor:
         chat = [{"role": "user", "content": prompt}]
-        ids = self.tokenizer.apply_chat_template(
+        encoded = self.tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        return ids["input_ids"].to(self.model.device)
+        return cast(Mapping[str, Tensor], encoded)["input_ids"].to(self.model.device)
 
     def timed(
         self, decode: Callable[[Tensor], tuple[Tensor, DecodingStats | None]], ids: Tensor

@@ -13,7 +13,7 @@ from treedec.heads.checkpoint import is_heads_folder, load_heads
 from treedec.heads.draft_model import DraftModelDrafter
 from treedec.heads.medusa import MedusaConfig, MedusaDrafter, MedusaHeads
 from treedec.heads.ngram import NgramDrafter
-from treedec.models import DEMO
+from treedec.models import DEMO, on_device
 
 __all__ = ["DraftModelDrafter", "MedusaConfig", "MedusaDrafter", "MedusaHeads", "NgramDrafter", "load_drafter"]
 
@@ -50,7 +50,7 @@ def load_drafter(
         )
     if is_heads_folder(folder):
         return MedusaDrafter(load_heads(folder, model), model, _growth(tree))
-    draft_model = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()
+    draft_model = on_device(AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype), model.device).eval()
     return DraftModelDrafter(draft_model) if tree is None else DraftModelDrafter(draft_model, depth=_chain_depth(tree))
 
 

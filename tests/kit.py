@@ -158,5 +158,5 @@ def decoder(
     limit = ids.shape[1] + max_new_tokens
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
     nothing = LogitsProcessorList()
-    request = Request(ids, mask, limit, nothing, nothing, StoppingCriteriaList([MaxLengthCriteria(limit)]))
+    request = Request(ids, mask, limit, [nothing] * len(ids), nothing, StoppingCriteriaList([MaxLengthCriteria(limit)]))
     return Decoder(Target(model), drafter, rule or Greedy(), request)

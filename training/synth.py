@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -84,7 +85,7 @@ class TurnTemplate:
         marks = ["treedec-question", "treedec-answer", "treedec-followup"]
         roles = ["user", "assistant", "user"]
         messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         pieces = []
         for mark in marks:
             before, found, text = text.partition(mark)
@@ -287,7 +288,7 @@ def _progress(console: Console | None) -> Progress:
     )
 
 
-def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, object]]:
+def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The conversations of a JSONL file written by `synthesize`.
 
     Raises:

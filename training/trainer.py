@@ -16,10 +16,12 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -214,7 +216,7 @@ class Run:
         self.step = self.epoch = self.batch = 0
         self.steps = sum(len(self._order(epoch)) for epoch in range(config.epochs))
         self.history: list[dict[str, object]] = []
-        self.evaluations: list[dict[str, object]] = []
+        self.evaluations: list[dict[str, Any]] = []
         self.window = self._empty_window()
         self.best: dict[str, Tensor] = {}
         self._greedy: list[Tensor] = []
@@ -232,9 +234,9 @@ class Run:
                         if self.step % self.config.checkpoint_every == 0:
                             self.checkpoint()
                     progress.update(task, completed=self.step, measured=measured)
-                measured = self.evaluate()
+                evaluation = self.evaluate()
                 with self._signal.held():
-                    self._close_epoch(measured)
+                    self._close_epoch(evaluation)
                     self.checkpoint()
 
     def advance(self, runs: Tensor) -> str:
@@ -262,7 +264,7 @@ class Run:
         )
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, object]:
+    def evaluate(self) -> dict[str, Any]:
         """Agreement and divergence on the held-out conversations."""
         heads, top = self.config.heads, min(_TOP, len(self.heads.draft_ids))
         ranks = torch.zeros(heads, top, dtype=torch.long, device=self.device)
@@ -307,7 +309,7 @@ class Run:
             os.fsync(file.fileno())
         scratch.replace(self.path)
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Take up the state of a checkpoint of this config.
 
         Raises:
@@ -378,7 +380,7 @@ class Run:
             )
             self.window = self._empty_window()
 
-    def _close_epoch(self, measured: dict[str, object]) -> None:
+    def _close_epoch(self, measured: dict[str, Any]) -> None:
         if all(measured["mean_top1"] > earlier["mean_top1"] for earlier in self.evaluations):
             self.best = {name: value.detach().clone() for name, value in self.heads.state_dict().items()}
         self.evaluations.append(measured)
@@ -401,7 +403,7 @@ class _HeldInterrupt:
 
     def __init__(self) -> None:
         self._holding = self._pending = False
-        self._former: object = None
+        self._former: Callable[[int, FrameType | None], Any] | int | signal.Handlers | None = None
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -448,7 +450,7 @@ def _prepare(out: Path, resume: bool, overwrite: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _read_state(path: Path, config: TrainConfig) -> dict[str, object] | None:
+def _read_state(path: Path, config: TrainConfig) -> dict[str, Any] | None:
     """The checkpoint to resume from, or None where there is none.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
@@ -212,7 +213,8 @@ def _prepared_by_transformers(model: PreTrainedModel, input_ids: Tensor, argumen
     ) -> _Prepared:
         return _Prepared(input_ids, logits_processor, stopping_criteria, generation_config, rest.get("attention_mask"))
 
-    return model.generate(input_ids, custom_generate=take_over, **arguments)  # type: ignore[return-value]
+    # Causal LMs are `GenerationMixin`s, which `PreTrainedModel` does not say; `generate` returns what `take_over` does.
+    return cast(GenerationMixin, model).generate(input_ids, custom_generate=take_over, **arguments)
 
 
 def _row_processors(

@@ -9,7 +9,7 @@ This file is the only place where keys and values are read or written.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ class SlotLayer(CacheLayerMixin):
     """One layer's key and value buffers, `[B, n_kv, capacity, d]`, allocated at the first update."""
 
     is_sliding = False  # windows are part of the mask: every layer keeps every slot
+    keys: Tensor  # None before the first update, which nothing reads; the base class says `Tensor | None`
+    values: Tensor
 
     def __init__(self, owner: SlotCache):
         super().__init__()
@@ -127,4 +129,5 @@ class SlotCache(Cache):
         """Committed keys and values of one row in position order, each `[n_kv, length, d]` (for inspection)."""
         slots = self.visible[row].nonzero().squeeze(-1)
         slots = slots[torch.argsort(self.positions[row, slots])]
-        return self.layers[layer].keys[row][:, slots], self.layers[layer].values[row][:, slots]
+        states = cast(SlotLayer, self.layers[layer])  # the base class allows for layers without keys
+        return states.keys[row][:, slots], states.values[row][:, slots]

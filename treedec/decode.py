@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -151,7 +152,7 @@ class Decoder:
 
     def _shape(self, logits: Tensor) -> Tensor:
         flat = logits.float().reshape(-1, logits.shape[-1])
-        return self.request.warpers(None, flat).reshape(logits.shape)
+        return _processed(self.request.warpers, None, flat).reshape(logits.shape)
 
     def _noise_below_roots(self, depth: int) -> Tensor:
         """`[B, V]`: the noise of the token `depth` levels below each row's root."""
@@ -184,7 +185,11 @@ class Decoder:
             # float32 whatever the model's dtype, as in `generate`; the copy lets processors write in place.
             scores = logits[node : node + 1].to(dtype=torch.float32, copy=True)
             processors = self.request.processors[row]
-            return processors(prefix(path), scores)[0] if processors else scores[0]
+            return _processed(processors, prefix(path), scores)[0] if processors else scores[0]
+
+        def noise_at(depth: int) -> Tensor:
+            assert self.noise is not None  # rules that read it draft COUPLED
+            return self.noise.at(new + depth)[row]
 
         return TreeView(
             tokens=tokens,
@@ -192,7 +197,7 @@ class Decoder:
             scores_at=scores_at,
             stops_after=lambda path, token: bool(self.request.criteria(prefix(path, token), None)[0]),
             draft_at=lambda node: None if draft.probabilities is None else draft.probabilities[row, node],
-            noise_at=lambda depth: self.noise.at(new + depth)[row],
+            noise_at=noise_at,
             chance=self.chance,
         )
 
@@ -216,6 +221,14 @@ class Decoder:
             self.noise.forget(min(rows.lengths) - self.prompt_length)
         drafted = [max(int(count) - 1, 0) for count in tree.counts]
         return Committed(tokens, drafted, list(rows.finished), prefill=cached)
+
+
+def _processed(processors: LogitsProcessorList, ids: Tensor | None, scores: Tensor) -> Tensor:
+    """Scores after processors; `ids` may be None where none of them looks at the prefix.
+
+    transformers declares `ids` a `LongTensor`, which no tensor is to a type checker.
+    """
+    return processors(cast(torch.LongTensor, ids), scores)
 
 
 @dataclass

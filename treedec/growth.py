@@ -114,7 +114,7 @@ class StaticTree:
         paths = sorted((tuple(path) for path in self.choices), key=lambda path: (len(path), path))
         if not paths:
             raise TreeError("a static tree needs at least one path")
-        place = {(): 0}
+        place: dict[tuple[int, ...], int] = {(): 0}
         parents = []
         for path in paths:
             if not path or min(path) < 0:

@@ -10,13 +10,16 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -54,7 +57,7 @@ def load_target(
     path = str(demo_folder() if name == DEMO else name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **from_pretrained)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **from_pretrained)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(
@@ -62,8 +65,13 @@ def load_target(
             f"reached ({reason})"
         ) from error
     if device is not None:
-        model = model.to(device)
+        model = on_device(model, device)
     return model.eval(), tokenizer
+
+
+def on_device(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
+    """`model.to(device)`, whose decorated definition in transformers hides from type checkers that it is a method."""
+    return cast(Callable[..., PreTrainedModel], model.to)(device)
 
 
 def demo_folder() -> Path:
@@ -99,7 +107,7 @@ def _convert_gguf(source: Path, destination: Path) -> None:
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
     # A model loaded from GGUF counts as quantized and refuses save_pretrained; a plain one takes its weights and does
     # not.
-    plain = LlamaForCausalLM(config)
+    plain = LlamaForCausalLM(cast(LlamaConfig, config))
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
     try:
@@ -136,8 +144,8 @@ class Fingerprint:
         return cls(type(model).__name__, hidden, vocab, layers, tuple(sample.float().tolist()))
 
     @classmethod
-    def from_dict(cls, data: dict[str, object]) -> Fingerprint:
-        return cls(**{**data, "sample": tuple(data["sample"])})  # type: ignore[arg-type]
+    def from_dict(cls, data: dict[str, Any]) -> Fingerprint:
+        return cls(**{**data, "sample": tuple(data["sample"])})
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ class Target:
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         if compile:
             self._check_head()
-            options = {"freezing": True} if self.device.type == "cpu" else None
+            options: dict[str, Any] | None = {"freezing": True} if self.device.type == "cpu" else None
             self._compiled = torch.compile(self._decode, dynamic=True, options=options)
 
     @property
@@ -196,7 +197,7 @@ class Target:
     def _pass(self, cache: SlotCache, tokens: Tensor, positions: Tensor, sees: Tensor, keep: int) -> Verified:
         """One forward pass over `[B, N]` nodes; `sees` is `[B, N, N]`; `keep=1` keeps the last node's logits only."""
         cache.reserve(positions)
-        arguments = {
+        arguments: dict[str, Any] = {
             "input_ids": tokens,
             "position_ids": positions,
             "attention_mask": self._mask(cache, positions, sees),
