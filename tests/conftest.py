@@ -1,5 +1,8 @@
 """Settings for every test."""
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -15,3 +18,11 @@ settings.load_profile("repeatable")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where the shell that started the tests in the background had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -242,14 +242,12 @@ def _row_processors(
 
 def _check_prompt(target: Target, input_ids: Tensor) -> None:
     if input_ids.dim() != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
-        raise ValueError(
-            f"input_ids must be [B, L] with at least one token per row, not {list(input_ids.shape)}: empty prompt"
-        )
+        raise ValueError(f"input_ids must be [B, L] with B, L >= 1, not {list(input_ids.shape)}: the prompt is empty")
     lowest, highest = int(input_ids.min()), int(input_ids.max())
     if lowest < 0 or highest >= target.vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(
-            f"token id {wrong} is outside the model's {target.vocab_size} tokens: is this the model's own tokenizer?"
+            f"token id {wrong} is outside the model's vocabulary of {target.vocab_size}: is it another tokenizer?"
         )
     limit = target.max_positions
     if limit is not None and input_ids.shape[1] >= limit:
