@@ -94,26 +94,33 @@ class Comparison:
         target, drafter, dtype: as on the command line.
         generation: arguments of `generate`.
         seed: of every prompt's sampling.
-        tree: nodes per tree, None for the drafter's default.
     """
 
-    def __init__(self, target: str, drafter: str, dtype: str, generation: dict[str, Any], seed: int, tree: int | None):
+    def __init__(self, target: str, drafter: str, dtype: str, generation: dict[str, Any], seed: int):
         self.model, self.tokenizer = treedec.load_target(target, dtype=getattr(torch, dtype))
-        self.drafter = treedec.load_drafter(drafter, self.model, tree=tree)
+        self.drafter_name = drafter
         self.generation, self.seed = generation, seed
         self._compiled: treedec.Target | None = None
 
     def prepare(self, method: str) -> Callable[[Tensor], tuple[Tensor, DecodingStats | None]]:
-        """A function from `[1, L]` prompt ids to `[1, L + new]` ids and counts."""
-        if method == "hf":
+        """A function from `[1, L]` prompt ids to `[1, L + new]` ids and counts.
+
+        Raises:
+            ValueError: an unknown method.
+        """
+        kind, _, nodes = method.partition("@")
+        if kind not in _METHODS or (nodes and not (nodes.isdecimal() and kind.startswith("drafter"))):
+            raise ValueError(f"unknown method {method!r}; known are {', '.join(_METHODS)}, and drafter@NODES")
+        if kind == "hf":
             # Causal LMs are `GenerationMixin`s, which `PreTrainedModel` does not say.
             hf = cast(transformers.GenerationMixin, self.model)
             return lambda ids: (hf.generate(ids, attention_mask=torch.ones_like(ids), **self.generation), None)
         model: Any = self.model
-        if method.endswith("-compiled"):
+        if kind.endswith("-compiled"):
             self._compiled = self._compiled or treedec.Target(self.model, compile=True)
             model = self._compiled
-        drafter = self.drafter if method.startswith("drafter") else None
+        tree = int(nodes) if nodes else None
+        drafter = treedec.load_drafter(self.drafter_name, self.model, tree=tree) if kind.startswith("drafter") else None
 
         def decode(ids: Tensor) -> tuple[Tensor, DecodingStats | None]:
             output = treedec.generate(model, ids, drafter, return_dict_in_generate=True, **self.generation)
@@ -192,8 +199,9 @@ def main(
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.")] = None,
     target: str = "demo",
     drafter: str = "demo",
-    tree_size: Annotated[int | None, typer.Option(help="Nodes per tree, the root included.")] = None,
-    methods: Annotated[str, typer.Option(help=f"Comma list of {', '.join(_METHODS)}.")] = "hf,drafter",
+    methods: Annotated[
+        str, typer.Option(help=f"Comma list of {', '.join(_METHODS)}; drafter@32 has trees of 32 nodes.")
+    ] = "hf,drafter",
     max_new_tokens: int = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy; else sampling from the whole vocabulary.")] = 0.0,
     dtype: str = "bfloat16",
@@ -203,15 +211,13 @@ def main(
     """Compare ways of decoding on a prompt file."""
     transformers.utils.logging.set_verbosity_error()
     chosen = methods.split(",")
-    if unknown := sorted(set(chosen) - set(_METHODS)):
-        raise typer.BadParameter(f"unknown methods {unknown}; known are {', '.join(_METHODS)}")
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         if temperature > 0
         else {"do_sample": False}
     )
     console = Console(stderr=True)
-    comparison = Comparison(target, drafter, dtype, {"max_new_tokens": max_new_tokens, **sampling}, seed, tree_size)
+    comparison = Comparison(target, drafter, dtype, {"max_new_tokens": max_new_tokens, **sampling}, seed)
     rows = compare(comparison, read_prompts(prompts, category)[:limit], chosen, console)
     summary = {method: pooled([row for row in rows if row.method == method]) for method in chosen}
     result = {

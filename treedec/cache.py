@@ -113,10 +113,10 @@ class SlotCache(Cache):
         """Make the accepted nodes of the pass in flight visible to all later passes.
 
         Args:
-            accepted: `[B, N]` bool, CPU; the nodes of each row's committed path.
+            accepted: `[B, N']` bool, CPU; the nodes of each row's committed path. N' may be below N: the rest is padding.
         """
         # The slots of a pass are free and distinct, so this neither hides a visible slot nor writes one twice.
-        self.visible.scatter_(1, self.slots, accepted.to(self.visible.device))
+        self.visible.scatter_(1, self.slots[:, : accepted.shape[1]], accepted.to(self.visible.device))
         self.lengths = [length + count for length, count in zip(self.lengths, accepted.sum(1).tolist(), strict=True)]
 
     def rollback(self, lengths: list[int]) -> None:

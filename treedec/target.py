@@ -7,6 +7,7 @@ pass.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,8 +110,11 @@ class Target:
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         if compile:
             self._check_head()
-            options: dict[str, Any] | None = {"freezing": True} if self.device.type == "cpu" else None
-            self._compiled = torch.compile(self._decode, dynamic=True, options=options)
+            self._compiled = torch.compile(self._decode, dynamic=True)
+            # Makes constants of the weights, and packs them. It is asked for while tracing, which the `options` of
+            # torch.compile do not reach; without it the matrix products stay as they were (19 ms a pass became 23).
+            freeze = self.device.type == "cpu"
+            self._freezing = lambda: importlib.import_module("torch._inductor.config").patch(freezing=freeze)
 
     @property
     def device(self) -> torch.device:
@@ -184,7 +188,7 @@ class Target:
         positions = (roots + tree.depths).to(self.device, non_blocking=True)
         cache.reserve(positions)
         mask = self._mask(cache, positions, tree.ancestors.to(self.device))
-        with torch.no_grad():
+        with torch.no_grad(), self._freezing():
             logits, hidden = self._compiled(tree.tokens.to(self.device), positions, mask, cache)
         return Verified(logits, hidden)
 
