@@ -48,8 +48,12 @@ class Row:
     logit_gap: float | None
 
 
+# Spec-Bench files its MT-Bench prompts under the eight categories that MT-Bench itself has.
+_MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
+
+
 def read_prompts(path: Path, category: str | None) -> list[tuple[str, str]]:
-    """`(id, first turn)` of each prompt.
+    """`(id, first turn)` of each prompt of a category (`mt_bench` being all of MT-Bench's), or of all.
 
     Raises:
         ValueError: a line that is not such an object (names the line), a repeated id, or no prompt at all.
@@ -63,7 +67,8 @@ def read_prompts(path: Path, category: str | None) -> list[tuple[str, str]]:
             raise ValueError(f"{path}, line {number}: not a prompt with question_id and turns ({error!r})") from error
         if name in prompts:
             raise ValueError(f"{path}, line {number}: question_id {name} appears twice")
-        if category is None or row.get("category") == category:
+        own = row.get("category")
+        if category is None or own == category or (category == "mt_bench" and own in _MT_BENCH):
             prompts[name] = turn
     if not prompts:
         raise ValueError(f"{path} has no prompts" + (f" of category {category!r}" if category else ""))
@@ -217,12 +222,16 @@ def main(
         else {"do_sample": False}
     )
     console = Console(stderr=True)
+    chosen_prompts = read_prompts(prompts, category)[:limit]
     comparison = Comparison(target, drafter, dtype, {"max_new_tokens": max_new_tokens, **sampling}, seed)
-    rows = compare(comparison, read_prompts(prompts, category)[:limit], chosen, console)
+    rows = compare(comparison, chosen_prompts, chosen, console)
     summary = {method: pooled([row for row in rows if row.method == method]) for method in chosen}
     result = {
         "schema": 1,
-        "command": " ".join(["python -m treedec.benchmarks.compare", *sys.argv[1:]]),
+        # The prompts by name only: where they lie is nobody else's business.
+        "command": " ".join(["python -m treedec.benchmarks.compare", *sys.argv[1:]]).replace(
+            str(prompts), prompts.name
+        ),
         "machine": {"processor": _processor(), "threads": torch.get_num_threads(), "system": platform.platform()},
         "versions": {
             "treedec": treedec.__version__,

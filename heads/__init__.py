@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from treedec.drafter import Drafter, NoDrafts
@@ -35,7 +36,7 @@ def load_drafter(
             draft model takes a number only: its trees are chains.
 
     Raises:
-        FileNotFoundError: no such name or folder.
+        FileNotFoundError: no such name or folder, or a folder without heads or a model.
         ValueError: the checkpoint is broken, belongs to another model, or does not fit `tree`.
     """
     if name == "none":
@@ -50,8 +51,37 @@ def load_drafter(
         )
     if is_heads_folder(folder):
         return MedusaDrafter(load_heads(folder, model), model, _growth(tree))
-    draft_model = on_device(AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype), model.device).eval()
+    draft_model = on_device(_load_draft_model(folder, model.dtype), model.device).eval()
     return DraftModelDrafter(draft_model) if tree is None else DraftModelDrafter(draft_model, depth=_chain_depth(tree))
+
+
+def _load_draft_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal LM with every one of its weights from the folder.
+
+    Raises:
+        FileNotFoundError: the folder holds neither heads nor a model.
+        ValueError: the model in it cannot be loaded, or lacks weights.
+    """
+    hint = f"; did you mean {folder / 'heads'}?" if is_heads_folder(folder / "heads") else ""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} holds neither trained heads nor a draft model: it has no config.json"
+            + (hint or "; give the folder that does")
+        )
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except Exception as error:  # from_pretrained raises whatever the damage leads to
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+        raise ValueError(
+            f"{folder} holds no draft model that can be loaded ({reason})" + (hint or "; copy or save it again")
+        ) from error
+    if missing := sorted(loading["missing_keys"]):
+        # transformers fills them with random numbers, which would draft noise without ever failing.
+        raise ValueError(
+            f"{folder} holds a draft model without {len(missing)} of its weights, {missing[0]!r} for one"
+            + (hint or "; copy or save it again")
+        )
+    return model
 
 
 def _growth(tree: GrowthPolicy | int | None) -> GrowthPolicy:

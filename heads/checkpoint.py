@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from treedec.models import Fingerprint
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _FORMAT, _VERSION = "treedec", 1
+_OURS = (CONFIG_FILE, WEIGHTS_FILE)
 _IDS = "draft_ids"
 
 
@@ -55,6 +57,8 @@ def save_heads(
 ) -> None:
     """Write heads as a checkpoint folder; it appears complete or not at all.
 
+    Whatever else lies in a folder that is replaced, a README say, stays in it.
+
     Args:
         folder: the folder to make.
         heads: heads of a method in `METHODS`.
@@ -68,11 +72,9 @@ def save_heads(
         ValueError: the heads are of no known method, or hold values that are not finite in `dtype`.
     """
     folder = Path(folder)
-    if folder.exists():
-        if not overwrite:
-            raise FileExistsError(f"{folder} already exists; give another folder, or overwrite=True to replace it")
-        if not (folder / CONFIG_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(f"{folder} is not a heads checkpoint, so it is not replaced; give another folder")
+    if folder.exists() and not overwrite:
+        raise FileExistsError(f"{folder} already exists; give another folder, or overwrite=True to replace it")
+    check_replaceable(folder)
     config = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -85,7 +87,12 @@ def save_heads(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         fresh = Path(scratch) / "new"
-        fresh.mkdir()
+        if folder.exists():
+            shutil.copytree(
+                folder, fresh, symlinks=True, ignore=lambda place, _: _OURS if Path(place) == folder else ()
+            )
+        else:
+            fresh.mkdir()
         (fresh / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, fresh / WEIGHTS_FILE, metadata={"format": "pt"})
         if not folder.exists():
@@ -151,6 +158,17 @@ def is_heads_folder(folder: str | os.PathLike[str]) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(data, dict) and data.get("format") == _FORMAT
+
+
+def check_replaceable(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that `save_heads(overwrite=True)` must not write to: one that exists, is not empty and no heads.
+
+    Raises:
+        FileExistsError: something else than a heads checkpoint is there, such as a model.
+    """
+    folder = Path(folder)
+    if folder.exists() and not is_heads_folder(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is not a heads checkpoint, so it is not replaced; give another folder")
 
 
 def _method_of(heads: MedusaHeads) -> str:

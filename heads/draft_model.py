@@ -19,7 +19,7 @@ class DraftModelDrafter(Drafter):
     """Drafts a chain of `depth` tokens with a causal LM that shares the target's vocabulary.
 
     Args:
-        model: the draft model.
+        model: the draft model, or a `Target` around it (to compile it).
         depth: tokens per chain.
 
     Raises:
@@ -29,11 +29,11 @@ class DraftModelDrafter(Drafter):
 
     name = "draft-model"
 
-    def __init__(self, model: PreTrainedModel, depth: int = 4):
+    def __init__(self, model: PreTrainedModel | Target, depth: int = 4):
         if depth < 1:
             raise ValueError(f"depth must be at least 1, not {depth}")
         self.depth, self.max_nodes = depth, depth + 1
-        self._target = Target(model)
+        self._target = model if isinstance(model, Target) else Target(model)
 
     def start(self, target: Target, batch: int, capacity: int) -> DraftSession:
         if self._target.vocab_size != target.vocab_size:
@@ -96,25 +96,19 @@ class _DraftModelSession(DraftSession):
         return q.argmax(-1).tolist()
 
     def _catch_up(self, texts: list[list[int] | None]) -> Tensor:
-        """Feed every committed token that is not cached yet; `[B, V]` logits after each row's last one."""
-        logits: Tensor | None = None
-        while True:
-            lengths = self._cache.lengths
-            pending = [
-                [] if text is None else text[done : done + self._chunk]
-                for text, done in zip(texts, lengths, strict=True)
-            ]
-            if not any(pending):
-                assert logits is not None  # the root is never cached before its round
-                return logits
-            fresh = self._feed(pending)
-            fed = torch.tensor([bool(row) for row in pending], device=fresh.device)[:, None]
-            logits = fresh if logits is None else torch.where(fed, fresh, logits)
+        """Cache every committed token that is not cached yet; `[B, V]` logits after each row's last one."""
+        lengths = self._cache.lengths
+        pending = [[] if text is None else text[done:] for text, done in zip(texts, lengths, strict=True)]
+        width = max(len(row) for row in pending)  # at least 1: a root is never cached before its round
+        # Padded on the left, so that one column holds the last token of every row and the head runs on it alone.
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in pending], device=self._target.device)
+        missing = torch.tensor([width - len(row) for row in pending], device=ids.device)
+        real = torch.arange(width, device=ids.device) >= missing[:, None]
+        return self._target.prefill(self._cache, ids, real, self._chunk).logits[:, -1]
 
-    def _feed(self, rows: list[list[int]]) -> Tensor:
-        """Cache some more tokens of each row; `[B, V]` logits after the last of them (of no meaning for empty rows)."""
-        tree = TokenTree.chains(rows)
+    def _feed(self, tokens: list[list[int]]) -> Tensor:
+        """Cache one more token of each row (none of empty rows); `[B, V]` logits after it."""
+        tree = TokenTree.chains(tokens)
         verified = self._target.verify(self._cache, tree)
-        self._cache.commit(torch.arange(tree.width) < tree.counts[:, None])
-        last = (tree.counts - 1).clamp(min=0).to(verified.logits.device)
-        return verified.logits[torch.arange(len(rows), device=last.device), last]
+        self._cache.commit(tree.counts[:, None] > 0)
+        return verified.logits[:, 0]

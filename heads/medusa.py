@@ -138,8 +138,8 @@ class MedusaDrafter(Drafter):
         logits = finish_logits(F.linear(hidden, self._weight, self._bias), self._target_config)
         scores = state.shape(logits).softmax(-1)
         if state.drafting is Drafting.COUPLED:
-            noise = torch.stack([state.noise(depth + 1) for depth in range(depths)])  # [K, B, V]
-            scores = scores / (noise[..., self.heads.draft_ids] if self._trimmed else noise)
+            drafted = self.heads.draft_ids if self._trimmed else slice(None)
+            scores = scores / torch.stack([state.noise(depth + 1)[:, drafted] for depth in range(depths)])
         top, index = scores.topk(self.growth.branching, dim=-1)
         if state.drafting is Drafting.COUPLED:
             # Races are won in proportion to the odds: the share of a candidate stands for its chance of being the

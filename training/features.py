@@ -50,22 +50,19 @@ class Features:
     lengths: Tensor
     identity: dict[str, object]
 
-    def batch(self, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self, runs: Tensor) -> tuple[Tensor, Tensor]:
         """Some runs laid end to end.
 
         Args:
             runs: `[n]` indices into `self.runs`.
 
         Returns:
-            hidden `[T, H]`, a copy; starts `[T]` int64, the index within the batch at which each row's run begins; and
-            rows `[T]` int64, where each row lies in `self.hidden`.
+            hidden `[T, H]`, a copy; and starts `[T]` int64, the index within the batch at which each row's run begins.
         """
         picked = self.runs[runs]
         first, counts = picked[:, 1], picked[:, 2]
-        starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        rows = torch.repeat_interleave(first, counts) + torch.arange(len(starts)) - starts
         hidden = torch.cat([self.hidden[a : a + n] for a, n in zip(first.tolist(), counts.tolist(), strict=True)])
-        return hidden, starts, rows
+        return hidden, torch.repeat_interleave(counts.cumsum(0) - counts, counts)
 
 
 @dataclass(frozen=True)
@@ -119,6 +116,7 @@ def capture_features(
     folder: str | os.PathLike[str],
     *,
     rows: int = 16,
+    tokens: int = 8192,
     overwrite: bool = False,
     console: Console | None = None,
 ) -> Features:
@@ -128,12 +126,13 @@ def capture_features(
         model: the target.
         data: JSONL as `read_samples` reads it.
         folder: where the features are kept; complete ones are opened, and a capture that was interrupted goes on.
-        rows: conversations per forward pass.
+        rows: most conversations per forward pass.
+        tokens: most tokens per forward pass, padding included; a longer conversation has a pass of its own.
         overwrite: discard features of something else instead of refusing.
         console: where progress is shown; None for standard error.
 
     Raises:
-        ValueError: the model is in training mode, nothing in the data is supervised, a token or span is out of range,
+        ValueError: the model is in training mode, the data is malformed or supervises nothing, a token is out of range,
             or the folder holds the features of other data or another target (the message names what differs).
     """
     data, folder = Path(data), Path(folder)
@@ -145,7 +144,7 @@ def capture_features(
     folder.mkdir(parents=True, exist_ok=True)
     _claim(folder, identity, overwrite)
     path = folder / _HIDDEN_FILE
-    _capture(target, layout, path, rows, console)
+    _capture(target, layout, path, list(_batches(layout, rows, tokens)), console)
     shape = (layout.rows, target.hidden_size)
     hidden = torch.from_file(str(path), shared=False, size=math.prod(shape), dtype=model.dtype).view(shape)
     return Features(
@@ -208,8 +207,8 @@ def _lay_out(data: Path, vocab_size: int, max_positions: int | None) -> _Layout:
     """Read the data file and decide which row of the features holds what."""
     tokens, offsets, spans = [], [0], []
     for number, sample in enumerate(read_samples(data), 1):
-        ids = np.asarray(sample["input_ids"], dtype=np.int64).reshape(-1)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        ids = sample["input_ids"]
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise ValueError(
                 f"{data}, line {number}: token ids must be in [0, {vocab_size}); was the file made with another "
                 "tokenizer?"
@@ -220,15 +219,11 @@ def _lay_out(data: Path, vocab_size: int, max_positions: int | None) -> _Layout:
                 "the conversation"
             )
         for start, end in sample["responses"]:
-            if not 0 <= start <= end <= len(ids):
-                raise ValueError(
-                    f"{data}, line {number}: the response [{start}, {end}) does not lie within its {len(ids)} tokens"
-                )
             begin = max(start - 1, 0)
             # One state alone supervises nothing: a head needs a later state of the same response to imitate.
             if end - 1 - begin >= 2:
                 spans.append((number - 1, begin, end - 1 - begin))
-        tokens.append(ids.astype(np.int32))
+        tokens.append(np.array(ids, dtype=np.int32))
         offsets.append(offsets[-1] + len(ids))
     if not spans:
         raise ValueError(
@@ -295,11 +290,12 @@ def _read_identity(path: Path) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _capture(target: Target, layout: _Layout, path: Path, rows: int, console: Console | None) -> None:
+def _capture(
+    target: Target, layout: _Layout, path: Path, batches: list[tuple[list[int], list[int]]], console: Console | None
+) -> None:
     """Append to `path` whatever states it still lacks. Whole batches are written, so its length says where to go on."""
     row_bytes = target.hidden_size * torch.empty(0, dtype=target.model.dtype).element_size()
     written = path.stat().st_size // row_bytes if path.exists() else 0
-    batches = list(_batches(layout, rows))
     sizes = [sum(int(layout.runs[run, 2]) for run in runs) for _, runs in batches]
     ends = np.cumsum(sizes)
     done = int(np.searchsorted(ends, written, side="right"))
@@ -323,15 +319,25 @@ def _capture(target: Target, layout: _Layout, path: Path, rows: int, console: Co
             progress.update(task, speed=f"{speed:.0f} positions/s" if speed else "")
 
 
-def _batches(layout: _Layout, rows: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Conversations that share a forward pass, with the runs they contain, in the order of the rows in the file."""
+def _batches(layout: _Layout, rows: int, tokens: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Conversations that share a forward pass, with the runs they contain, in the order of the rows in the file.
+
+    At most `rows` of them, and at most `tokens` tokens once they are padded, unless a single one has more.
+    """
     runs_of: dict[int, list[int]] = {}
     for run, conversation in enumerate(layout.runs[:, 0].tolist()):
         runs_of.setdefault(conversation, []).append(run)
-    needed = [conversation for conversation in layout.order.tolist() if conversation in runs_of]
-    for start in range(0, len(needed), rows):
-        conversations = needed[start : start + rows]
-        yield conversations, [run for conversation in conversations for run in runs_of[conversation]]
+    lengths = np.diff(layout.offsets).tolist()
+    batch: list[int] = []
+    for conversation in layout.order.tolist():
+        if conversation not in runs_of:
+            continue
+        # Lengths ascend, so that all are padded to that of the newcomer.
+        if batch and (len(batch) == rows or (len(batch) + 1) * lengths[conversation] > tokens):
+            yield batch, [run for member in batch for run in runs_of[member]]
+            batch = []
+        batch.append(conversation)
+    yield batch, [run for member in batch for run in runs_of[member]]
 
 
 def _states(target: Target, layout: _Layout, conversations: list[int], runs: list[int]) -> bytes:
@@ -340,7 +346,8 @@ def _states(target: Target, layout: _Layout, conversations: list[int], runs: lis
     ids = np.zeros((len(texts), max(len(text) for text in texts)), dtype=np.int64)
     for row, text in zip(ids, texts, strict=True):
         row[: len(text)] = text
-    hidden = target.features(torch.from_numpy(ids).to(target.device)).cpu()
+    # Some models compute their last states in another dtype than their weights have.
+    hidden = target.features(torch.from_numpy(ids).to(target.device)).to("cpu", target.model.dtype)
     rows = {conversation: row for row, conversation in enumerate(conversations)}
     parts = [
         hidden[rows[conversation], begin : begin + count]

@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from treedec.target import logit_factor
+
 # Rows of logits alive at a time. 8,192 float32 columns make 8 MB, which stays in the cache of a desktop processor.
 _BLOCK = 256
 
@@ -29,20 +31,27 @@ class DraftHead:
     """The target's LM head, restricted to the draft vocabulary and frozen.
 
     Attributes:
-        weight: `[Vd, H]` in the model's dtype, which is also the one matrix products run in.
-        bias: `[Vd]`, or None where the LM head has none.
+        weight: `[Vd, H]` in the model's dtype, which is also the one matrix products run in. What the model multiplies
+            its logits by (cohere, granite) is part of it.
+        bias: `[Vd]`, multiplied likewise, or None where the LM head has none.
+        cap: where logits are soft-capped, `cap * tanh(logits / cap)` (gemma 2), or None.
     """
 
     weight: Tensor
     bias: Tensor | None = None
+    cap: float | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, draft_ids: Tensor) -> DraftHead:
         """The rows `draft_ids` (`[Vd]` int64) of a model's LM head, as a copy that shares nothing with the model."""
-        head = model.get_output_embeddings()
-        ids = draft_ids.to(head.weight.device)
-        bias = getattr(head, "bias", None)
-        return cls(head.weight.detach()[ids], None if bias is None else bias.detach()[ids])
+        head, config = model.get_output_embeddings(), model.config.get_text_config()
+        ids, factor = draft_ids.to(head.weight.device), logit_factor(config)
+        weight, bias = head.weight.detach()[ids], getattr(head, "bias", None)
+        return cls(
+            _scaled(weight, factor),
+            None if bias is None else _scaled(bias.detach()[ids], factor),
+            getattr(config, "final_logit_softcapping", None),
+        )
 
 
 @dataclass(frozen=True)
@@ -67,11 +76,11 @@ class HeadLosses:
 def draft_logits(hidden: Tensor, head: DraftHead) -> Tensor:
     """`[n, H]` LM-head inputs to `[n, Vd]` scores in float32 (float64 for a float64 head).
 
-    The one place that turns hidden states into scores, for the teacher and for the heads. Models that scale or cap
-    their logits after the LM head would do it here, and `_SoftLabelLoss` would multiply its gradient by the derivative.
+    The one place that turns hidden states into scores, for the teacher and for the heads.
     """
     scores = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores if head.cap is None else torch.tanh(scores / head.cap) * head.cap
 
 
 def medusa_loss(states: Tensor, hidden: Tensor, starts: Tensor, head: DraftHead, block: int = _BLOCK) -> HeadLosses:
@@ -92,7 +101,10 @@ def medusa_loss(states: Tensor, hidden: Tensor, starts: Tensor, head: DraftHead,
 
 
 class _SoftLabelLoss(torch.autograd.Function):
-    """KL(p || softmax(z)) with its gradient `softmax(z) - p`, computed block by block in the forward pass."""
+    """KL(p || softmax(z)) with its gradient `softmax(z) - p`, computed block by block in the forward pass.
+
+    Where `z = c tanh(s / c)`, the gradient in `s` is that times `dz/ds = 1 - (z / c)^2`.
+    """
 
     @staticmethod
     def forward(
@@ -117,7 +129,10 @@ class _SoftLabelLoss(torch.autograd.Function):
                 hits[k] += ((z.gather(1, best[teachers])[:, 0] >= z.amax(-1)) & taught).sum()
                 counts[k] += taught.sum()
                 if gradient is not None:
-                    error = q.sub_(p[teachers]).to(head.weight.dtype) @ head.weight
+                    error = q.sub_(p[teachers])
+                    if head.cap is not None:
+                        error = error * (1 - (z / head.cap).square())
+                    error = error.to(head.weight.dtype) @ head.weight
                     gradient[k, rows] = error.mul_(taught[:, None]).to(gradient.dtype)
         divisor = counts.clamp(min=1)
         if gradient is not None:
@@ -130,6 +145,11 @@ class _SoftLabelLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_kl: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad_kl[:, None, None].to(gradient.dtype), None, None, None, None
+
+
+def _scaled(rows: Tensor, factor: float) -> Tensor:
+    """`rows * factor` in the dtype of `rows`; 16-bit numbers are rounded once, at the end."""
+    return rows if factor == 1 else (rows.to(torch.promote_types(rows.dtype, torch.float32)) * factor).to(rows.dtype)
 
 
 def _softmax(z: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,13 @@ run that was interrupted continues with the next one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from treedec.models import Fingerprint
 from treedec.target import Target
 from treedec.tree import TokenTree
 
@@ -78,7 +81,8 @@ class TurnTemplate:
         """Read the runs off a tokenizer's chat template.
 
         Raises:
-            ValueError: no chat template, or one that does not keep the contents of the turns verbatim and in order.
+            ValueError: no chat template; or one that puts nothing before the first turn, does not keep the contents of
+                the turns verbatim and in order, or ends a turn with a token that is not special.
         """
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template, so the model cannot be asked to write user turns")
@@ -98,7 +102,24 @@ class TurnTemplate:
         opening, after_question, after_answer, _ = encoded
         if not after_question or not after_answer:
             raise ValueError("the chat template puts no token after a turn, so the model cannot say that it has ended")
+        if not opening:
+            raise ValueError(
+                "the chat template puts no token before the first turn, so there is nothing to write a question after"
+            )
+        special = _special_ids(tokenizer)
+        for turn, end in (("a question", after_question[0]), ("an answer", after_answer[0])):
+            if end not in special:
+                raise ValueError(
+                    f"the chat template ends {turn} with {tokenizer.decode([end])!r}, which is not a special token, so "
+                    "the end of a turn could not be told from text"
+                )
         return cls(opening, after_question, after_answer)
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Every special token, whether or not the tokenizer has a role for it (`all_special_ids` are those with one)."""
+    added = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
 
 
 @dataclass
@@ -130,9 +151,22 @@ class Synthesizer:
             raise ValueError(
                 f"length {config.length} leaves no room after the {len(self.template.opening)} tokens of the template"
             )
-        special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), self.target.vocab_size))
-        self._never_question = sorted(special - {self.template.after_question[0]})
-        self._never_answer = sorted(special - {self.template.after_answer[0]})
+        vocab_size = self.target.vocab_size
+        # Rows of the LM head beyond the tokenizer's vocabulary only pad it.
+        banned = {id_ for id_ in _special_ids(tokenizer) if id_ < vocab_size} | set(range(len(tokenizer), vocab_size))
+        self._never_question = sorted(banned - {self.template.after_question[0]})
+        self._never_answer = sorted(banned - {self.template.after_answer[0]})
+
+    @property
+    def origin(self) -> str:
+        """What decides the conversations, in 16 hexadecimal digits: target, template, all settings but `tokens`."""
+        config = asdict(self.config)
+        del config["tokens"]
+        # 1 and 1.0 are the same temperature.
+        config["question_temperature"] = float(self.config.question_temperature)
+        config["answer_temperatures"] = [float(temperature) for temperature in self.config.answer_temperatures]
+        made_of = [config, Fingerprint.of(self.target.model).to_dict(), asdict(self.template)]
+        return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
 
     @torch.inference_mode()
     def batch(self, index: int) -> list[dict[str, object]]:
@@ -146,8 +180,9 @@ class Synthesizer:
             for i in range(config.rows)
         ]
         cache = target.allocate(config.rows, config.length)
-        prompt = torch.tensor([opening[:-1]] * config.rows, dtype=torch.long, device=target.device)
-        target.prefill(cache, prompt)
+        if opening[:-1]:
+            prompt = torch.tensor([opening[:-1]] * config.rows, dtype=torch.long, device=target.device)
+            target.prefill(cache, prompt)
         committed = torch.ones(config.rows, 1, dtype=torch.bool)
         while len(rows[0].tokens) < config.length:
             verified = target.verify(cache, TokenTree.chains([row.tokens[-1:] for row in rows]))
@@ -220,12 +255,14 @@ def synthesize(
 ) -> int:
     """Append conversations to a JSONL file until it holds `config.tokens` tokens.
 
-    A file that exists is continued: batches already in it are skipped and a line cut short by a kill is dropped. The
-    same configuration therefore gives the same file whether or not the run was interrupted.
+    A file that exists is continued: batches already in it are skipped, and what a kill left of an unfinished one is
+    dropped. The same configuration therefore gives the same file whether or not the run was interrupted. A file with
+    anything else in it is left as it is: every line says in `origin` what it was made with.
 
     Args:
         model, tokenizer: the target.
-        path: the JSONL file; each line has `messages`, `input_ids` and `responses` (`[start, end)` spans of answers).
+        path: the JSONL file; each line has `origin`, `messages`, `input_ids` and `responses` (`[start, end)` spans of
+            answers).
         config: see `SynthConfig`.
         console: where progress is shown; None for standard error.
 
@@ -233,18 +270,20 @@ def synthesize(
         The number of tokens in the file.
 
     Raises:
-        ValueError: the file was written with another configuration (its first batch differs in shape).
+        ValueError: the tokenizer has no usable chat template, a conversation does not fit the model's context, or the
+            file holds something else than conversations of this configuration and target.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     writer = Synthesizer(model, tokenizer, config)
-    done = _completed_batches(path, config)
+    origin = writer.origin
+    done = _completed_batches(path, config.rows, origin)
+    path.parent.mkdir(parents=True, exist_ok=True)
     wanted = -(-config.tokens // (config.length * config.rows))
     with _progress(console) as progress:
         task = progress.add_task("synthesising", total=wanted, completed=done, speed="")
         for index in range(done, wanted):
             started = time.monotonic()
-            lines = [json.dumps(sample, ensure_ascii=False) for sample in writer.batch(index)]
+            lines = [json.dumps({"origin": origin, **sample}, ensure_ascii=False) for sample in writer.batch(index)]
             with path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(lines) + "\n")
                 file.flush()
@@ -254,26 +293,39 @@ def synthesize(
     return max(done, wanted) * config.length * config.rows
 
 
-def _completed_batches(path: Path, config: SynthConfig) -> int:
-    """How many whole batches `path` holds; anything after them is cut off."""
+def _completed_batches(path: Path, rows: int, origin: str) -> int:
+    """How many whole batches `path` holds; the beginning of another one is cut off.
+
+    Raises:
+        ValueError: there is anything but conversations of this origin; the file is as it was.
+    """
     if not path.exists():
         return 0
-    end_of_batch, lines, offset = 0, 0, 0
+    ours = f'{{"origin": "{origin}", '.encode()
+    lines, offset, end_of_batch = 0, 0, 0
     with path.open("rb") as file:
         for line in file:
+            place = f"{path}, line {lines + 1}"
             if not line.endswith(b"\n"):
+                if line[: len(ours)] != ours[: len(line)]:
+                    raise ValueError(f"{place}: not the beginning of a conversation; remove it, or give another file")
                 break
-            if lines == 0 and (length := len(json.loads(line)["input_ids"])) != config.length:
+            try:
+                found = _parse(line, place).get("origin")
+            except ValueError as error:
+                raise ValueError(f"{error}; the file is left as it is: give another one") from error
+            if found != origin:
                 raise ValueError(
-                    f"{path} holds conversations of {length} tokens, not {config.length}: give the same settings, or "
-                    "another file"
+                    f"{place}: written with other settings, another target or by something else (its 'origin' is "
+                    f"{found!r}, not {origin!r}); give what the file was begun with, or another file"
                 )
             lines, offset = lines + 1, offset + len(line)
-            if lines % config.rows == 0:
+            if lines % rows == 0:
                 end_of_batch = offset
-    with path.open("r+b") as file:
-        file.truncate(end_of_batch)
-    return lines // config.rows
+    if end_of_batch < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(end_of_batch)
+    return lines // rows
 
 
 def _progress(console: Console | None) -> Progress:
@@ -289,18 +341,41 @@ def _progress(console: Console | None) -> Progress:
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The conversations of a JSONL file written by `synthesize`.
+    """The conversations of a JSONL file such as `synthesize` writes, each with at least two keys.
+
+    Yields:
+        Dicts with `input_ids`, a list of ints, and `responses`, a list of spans `[start, end)` in ascending order that
+        lie within the text and do not overlap. Other keys are passed on as they are.
 
     Raises:
-        ValueError: a line is not JSON or lacks a key; names the file and the line.
+        ValueError: a line is something else; names the file, the line and what is wrong.
     """
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
-            try:
-                sample = json.loads(line)
-                sample["input_ids"], sample["responses"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: not a conversation with input_ids and responses ({error})"
-                ) from error
-            yield sample
+            yield _parse(line, f"{path}, line {number}")
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
+    """One line of a data file, checked; `place` says where it is."""
+    try:
+        sample = json.loads(line)
+        ids, responses = sample["input_ids"], sample["responses"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{place}: not a conversation with input_ids and responses ({error!r})") from error
+    if not _is_list_of_ints(ids):
+        raise ValueError(f"{place}: input_ids must be a list of token ids")
+    if not isinstance(responses, list) or not all(_is_list_of_ints(span) and len(span) == 2 for span in responses):
+        raise ValueError(f"{place}: responses must be a list of [start, end] pairs of token positions")
+    for start, end in responses:
+        if not 0 <= start <= end <= len(ids):
+            raise ValueError(f"{place}: the response [{start}, {end}) does not lie within its {len(ids)} tokens")
+    for (_, before), (start, end) in pairwise(responses):
+        if start < before:
+            raise ValueError(
+                f"{place}: the response [{start}, {end}) begins before the one that is listed before it has ended"
+            )
+    return sample
+
+
+def _is_list_of_ints(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)  # True and False are ints, too

@@ -4,7 +4,8 @@ The loop owns what may be lost when a machine dies: heads, optimiser, place in t
 goes into one file that is replaced as a whole, and the order of the data and the learning rate are functions of the
 place in the run, so a resumed run is the run that was not interrupted.
 
-This file knows nothing of losses (`losses`) or of where hidden states come from (`features`).
+This file knows nothing of losses (`losses`), of where hidden states come from (`features`) or of what else may be in
+the folder of a run (`runs`).
 """
 
 from __future__ import annotations
@@ -12,15 +13,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -34,9 +29,19 @@ from treedec.heads.medusa import MedusaConfig
 from treedec.models import Fingerprint
 from treedec.training.features import Features, capture_features, draft_vocabulary, split_conversations
 from treedec.training.losses import DraftHead, agreement, medusa_loss
+from treedec.training.runs import (
+    FEATURES_FOLDER,
+    HEADS_FOLDER,
+    METRICS_FILE,
+    STATE_FILE,
+    HeldInterrupt,
+    prepare,
+    read_state,
+)
 
-STATE_FILE, METRICS_FILE, HEADS_FOLDER, FEATURES_FOLDER = "state.pt", "metrics.json", "heads", "features"
 _TOP = 5
+# What may change when a run is resumed: it decides when something is written, not what is trained.
+_MAY_CHANGE = ("checkpoint_every", "log_every")
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -137,8 +142,9 @@ def train(
         data: JSONL as `read_samples` reads it.
         out: folder of the run: `features/`, `state.pt` (checkpoint), `metrics.json`, `heads/` (the best, float16).
         config: see `TrainConfig`.
-        resume: go on where an interrupted run in `out` stopped.
-        overwrite: start again where a run in `out` exists; features that fit are kept.
+        resume: go on where an interrupted run in `out` stopped; only `checkpoint_every` and `log_every` may be others.
+        overwrite: start again where a run in `out` exists; features that fit are kept. The old run goes when the new
+            one can begin, its heads when there are new ones.
         console: where progress is shown; None for standard error.
 
     Returns:
@@ -148,14 +154,16 @@ def train(
 
     Raises:
         FileExistsError: `out` holds something that is not to be continued.
-        ValueError: nothing to learn from, or `out` was begun with another config, other data or another target.
+        ValueError: nothing to learn from, or `out` was begun with another config, other data, another target or a
+            tokenizer that ends texts otherwise.
         TrainingInterrupted: Ctrl-C; a checkpoint was written.
         TrainingDiverged: a loss that is not finite.
     """
     out = Path(out)
     console = console or Console(stderr=True)
-    _prepare(out, resume, overwrite)
-    saved = _read_state(out / STATE_FILE, config)
+    prepare(out, resume, overwrite)
+    fixed = {name: value for name, value in config.to_dict().items() if name not in _MAY_CHANGE}
+    saved = None if overwrite else read_state(out / STATE_FILE, fixed)
     try:
         features = capture_features(model, data, out / FEATURES_FOLDER, overwrite=overwrite, console=console)
     except KeyboardInterrupt as error:
@@ -166,6 +174,9 @@ def train(
     run = Run(model, tokenizer, features, config, out / STATE_FILE)
     if saved is not None:
         run.restore(saved)
+    if overwrite:
+        for name in (STATE_FILE, METRICS_FILE):
+            (out / name).unlink(missing_ok=True)
     try:
         run.loop(console)
     except KeyboardInterrupt as error:
@@ -220,7 +231,7 @@ class Run:
         self.window = self._empty_window()
         self.best: dict[str, Tensor] = {}
         self._greedy: list[Tensor] = []
-        self._signal = _HeldInterrupt()
+        self._signal = HeldInterrupt()
 
     def loop(self, console: Console) -> None:
         """Train to the end of the last epoch, from wherever the run stands."""
@@ -242,7 +253,7 @@ class Run:
     def advance(self, runs: Tensor) -> str:
         """One step on some runs of positions (`[n]` indices into `Features.runs`); says how it went."""
         began = time.monotonic()
-        hidden, starts, _ = self._batch(runs)
+        hidden, starts = self._batch(runs)
         losses = medusa_loss(self._states(hidden), hidden, starts, self.draft_head)
         loss = losses.total(self.loss_weights)
         self.optimizer.zero_grad(set_to_none=True)
@@ -270,7 +281,7 @@ class Run:
         ranks = torch.zeros(heads, top, dtype=torch.long, device=self.device)
         counts, kl = ranks.new_zeros(heads), torch.zeros(heads, dtype=torch.float64, device=self.device)
         for number, runs in enumerate(self._pack(self.split.heldout)):
-            hidden, starts, _ = self._batch(runs)
+            hidden, starts = self._batch(runs)
             if number == len(self._greedy):  # the target does not change: its choices are computed once
                 self._greedy.append(_greedy_tokens(self.model, hidden))
             states = self._states(hidden)
@@ -313,7 +324,7 @@ class Run:
         """Take up the state of a checkpoint of this config.
 
         Raises:
-            ValueError: it was trained on other data or for another target.
+            ValueError: it was trained on other data, for another target or to draft other tokens.
         """
         for field, value in self.features.identity.items():
             if _plain(state["identity"].get(field)) != _plain(value):
@@ -321,6 +332,11 @@ class Run:
                     f"{self.path} was trained on something else: its {field} differs from that of the features; give "
                     "the same data and target, or overwrite=True"
                 )
+        if not torch.equal(state["heads"]["draft_ids"], self.heads.draft_ids.cpu()):
+            raise ValueError(
+                f"{self.path} has heads that draft other tokens (its draft_ids) than data and tokenizer call for now; "
+                "give the tokenizer it was begun with, or overwrite=True"
+            )
         self.heads.load_state_dict(state["heads"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.epoch, self.batch = (state["place"][name] for name in ("step", "epoch", "batch"))
@@ -328,14 +344,15 @@ class Run:
         self.history, self.evaluations = state["history"], state["evaluations"]
 
     def _states(self, hidden: Tensor) -> Tensor:
-        """`[K, T, H]`: the heads' matrix products run in the target's dtype, the rest in that of their weights."""
-        reduced = hidden.dtype in (torch.bfloat16, torch.float16)
-        with torch.autocast(self.device.type, hidden.dtype if reduced else torch.bfloat16, enabled=reduced):
+        """`[K, T, H]`: for a bfloat16 target the heads' matrix products run in bfloat16, else in the heads' dtype."""
+        # Not in float16: the gradient of a mean over thousands of rows lies below its smallest numbers, and would be
+        # zero without loss scaling.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=hidden.dtype == torch.bfloat16):
             return self.heads(hidden)
 
-    def _batch(self, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, starts, rows = self.features.batch(runs)
-        return hidden.to(self.device), starts.to(self.device), rows
+    def _batch(self, runs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, starts = self.features.batch(runs)
+        return hidden.to(self.device), starts.to(self.device)
 
     def _tokens(self, runs: Tensor) -> Tensor:
         """`[T]` int64 response tokens of some runs."""
@@ -393,85 +410,6 @@ def learning_rate(step: int, steps: int, config: TrainConfig) -> float:
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
-
-
-class _HeldInterrupt:
-    """Ctrl-C, made to wait while `held`: a step that is cut in two would leave weights and optimiser apart.
-
-    Signals can be redirected in the main thread only; elsewhere Python never raises KeyboardInterrupt anyway.
-    """
-
-    def __init__(self) -> None:
-        self._holding = self._pending = False
-        self._former: Callable[[int, FrameType | None], Any] | int | signal.Handlers | None = None
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._former = signal.signal(signal.SIGINT, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        if self._former is not None:
-            signal.signal(signal.SIGINT, self._former)
-            self._former = None
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        self._holding = True
-        try:
-            yield
-        finally:
-            self._holding = False
-        if self._pending:
-            self._pending = False
-            raise KeyboardInterrupt
-
-    def _handle(self, *_: object) -> None:
-        if not self._holding:
-            raise KeyboardInterrupt
-        self._pending = True
-
-
-def _prepare(out: Path, resume: bool, overwrite: bool) -> None:
-    """Make `out` ready: refuse what is not ours, clear what is to be overwritten."""
-    present = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    if overwrite:
-        for name in (STATE_FILE, METRICS_FILE):
-            (out / name).unlink(missing_ok=True)
-        if (out / HEADS_FOLDER / "config.json").is_file():
-            shutil.rmtree(out / HEADS_FOLDER)
-    elif STATE_FILE in present and not resume:
-        raise FileExistsError(
-            f"{out} holds a training run; resume=True goes on with it and overwrite=True starts again"
-        )
-    elif out.exists() and STATE_FILE not in present and present - {FEATURES_FOLDER}:
-        raise FileExistsError(
-            f"{out} exists and is not a training run that can be resumed; give another folder, or overwrite=True"
-        )
-    out.mkdir(parents=True, exist_ok=True)
-
-
-def _read_state(path: Path, config: TrainConfig) -> dict[str, Any] | None:
-    """The checkpoint to resume from, or None where there is none.
-
-    Raises:
-        ValueError: it cannot be read, or was written with another config.
-    """
-    if not path.exists():
-        return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        written = state["config"]
-    except Exception as error:  # torch.load raises whatever the damage leads to
-        raise ValueError(
-            f"{path} is not a checkpoint that can be resumed ({error}); start again with overwrite=True"
-        ) from error
-    for field, value in config.to_dict().items():
-        if written.get(field) != value:
-            raise ValueError(
-                f"{path} was begun with {field}={written.get(field)!r}, not {value!r}; give the same config to "
-                "resume, or overwrite=True to start again"
-            )
-    return state
 
 
 def _finish(run: Run, target: Fingerprint, out: Path) -> dict[str, object]:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from treedec.growth import BestFirst as BestFirst
     from treedec.growth import GrowthPolicy as GrowthPolicy
     from treedec.growth import StaticTree as StaticTree
+    from treedec.heads import DraftModelDrafter as DraftModelDrafter
+    from treedec.heads import MedusaDrafter as MedusaDrafter
+    from treedec.heads import NgramDrafter as NgramDrafter
     from treedec.heads import load_drafter as load_drafter
     from treedec.models import load_target as load_target
     from treedec.target import Target as Target
@@ -37,12 +40,15 @@ _HOMES = {
     "BestFirst": "growth",
     "Committed": "decode",
     "DecodingStats": "decode",
+    "DraftModelDrafter": "heads",
     "Draft": "drafter",
     "DraftSession": "drafter",
     "DraftState": "drafter",
     "Drafter": "drafter",
     "Drafting": "drafter",
     "GrowthPolicy": "growth",
+    "MedusaDrafter": "heads",
+    "NgramDrafter": "heads",
     "Outcome": "drafter",
     "StaticTree": "growth",
     "Target": "target",

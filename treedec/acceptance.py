@@ -134,7 +134,10 @@ class Coupled(_Walk):
     name, lossless, samples, drafting = "coupled", True, True, Drafting.COUPLED
 
     def step(self, view: TreeView, path: list[int]) -> tuple[int, int | None]:
-        token = int((view.probabilities(path) / view.noise_at(len(path) - 1)).argmax())
+        p = view.probabilities(path)
+        token = int((p / view.noise_at(len(path) - 1)).argmax())
+        if not p[token] > 0:  # NaN compares false; `torch.multinomial` would raise here too
+            raise ValueError(f"the target's distribution {len(path) - 1} levels below the root has NaN or no support")
         return token, view.child(path[-1], token)
 
 
@@ -204,7 +207,7 @@ class Typical(AcceptanceRule):
         self.epsilon, self.delta = epsilon, delta
 
     def acceptable(self, p: Tensor) -> Tensor:
-        """`[V]` bool. The argmax always is: its threshold can exceed every probability only in the tails of (ε, δ)."""
+        """`[V]` bool. The argmax always is: δ · exp(−H) < max p, which rounding must not undo."""
         entropy = -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum()
         allowed = p > torch.minimum(p.new_tensor(self.epsilon), self.delta * (-entropy).exp())
         allowed[p.argmax()] = True

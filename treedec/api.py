@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,6 +16,8 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
     MinPLogitsWarper,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -23,6 +27,7 @@ from transformers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
 from treedec.acceptance import AcceptanceRule, acceptance_rule
@@ -43,18 +48,20 @@ _PREFIX_INDEPENDENT = (
 
 # Arguments of `model.generate` that mean something a token tree has no answer to (yet): refused, never ignored.
 _REFUSED_ARGUMENTS = {
-    "assistant_model": "give the draft model as the drafter: treedec.heads.DraftModelDrafter(assistant_model)",
+    "assistant_model": "give it as the drafter: treedec.DraftModelDrafter(assistant_model)",
     "assistant_tokenizer": "the draft model must share the target's vocabulary",
-    "prompt_lookup_num_tokens": "give the drafter treedec.heads.NgramDrafter()",
+    "prompt_lookup_num_tokens": "give the drafter treedec.NgramDrafter()",
     "custom_generate": "treedec brings its own decode loop",
     "cache": "treedec keeps keys and values in its own cache",
     "past_key_values": "treedec keeps keys and values in its own cache",
-    "inputs_embeds": "give input_ids",
     "negative_prompt_ids": "guided decoding needs a second pass of the model for every token",
-    "guidance_scale": "guided decoding needs a second pass of the model for every token",
+    "cache_implementation": "treedec keeps keys and values in its own cache",
     "synced_gpus": "sharded generation is not supported",
 }
 _REFUSED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# What of a model's forward `generate` may be given: the mask, and a switch that changes nothing here.
+_OWN_FORWARD_ARGUMENTS = {"attention_mask", "use_cache"}
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 @dataclass
@@ -116,10 +123,10 @@ def generate(
             does not apply, or a drafter that does not fit the model; before any pass.
     """
     streamer = generate_arguments.pop("streamer", None)
-    if streamer is not None and input_ids.shape[0] > 1:
-        raise ValueError(f"a streamer takes one sequence, not a batch of {input_ids.shape[0]}")
     prepared, decoder = _prepare(model, input_ids, drafter, acceptance, generate_arguments)
     stats = DecodingStats()
+    if streamer is not None and len(prepared.input_ids) > 1:
+        raise ValueError(f"a streamer takes one sequence, not a batch of {len(prepared.input_ids)}")
     if streamer is not None:
         streamer.put(input_ids.cpu())
     for block in decoder.run():
@@ -148,6 +155,8 @@ def stream(
     Arguments and errors are those of `generate`; they are checked here, before the first block is asked for. The
     iterator may be abandoned at any time.
     """
+    if generate_arguments.get("streamer") is not None:
+        raise ValueError("streamer goes with generate; stream itself hands out the tokens")
     _, decoder = _prepare(model, input_ids, drafter, acceptance, generate_arguments)
     return decoder.run()
 
@@ -163,13 +172,18 @@ def _prepare(
     _check_prompt(target, input_ids)
     prepared = _prepared_by_transformers(target.model, input_ids, arguments)
     config = prepared.config
-    if (config.num_beams or 1) > 1:
-        raise ValueError(f"num_beams={config.num_beams}: treedec decodes greedily or by sampling, not with beams")
+    if (mode := config.get_generation_mode()) not in _MODES:
+        raise ValueError(
+            f"these arguments (num_beams={config.num_beams}) ask for {mode.value}: treedec decodes greedily or samples"
+        )
+    if config.guidance_scale not in (None, 1):
+        raise ValueError("guidance_scale: guided decoding needs a second pass of the model for every token")
     for name in _REFUSED_OUTPUTS:
         if getattr(config, name, False):
             raise ValueError(f"{name}=True is not supported: treedec returns sequences and statistics")
     if prepared.criteria.max_length is None:
         raise ValueError("the length is unbounded: give max_new_tokens or max_length")
+    _check_batch_stops(prepared)
     mask = torch.ones_like(prepared.input_ids) if prepared.attention_mask is None else prepared.attention_mask
     if not bool(mask[:, -1].all()):
         raise ValueError(
@@ -178,9 +192,9 @@ def _prepare(
     request = Request(
         prepared.input_ids,
         mask,
-        prepared.criteria.max_length,
+        max(prepared.criteria.max_length, prepared.input_ids.shape[1] + 1),  # `generate` yields one token at least
         _row_processors(target.model, prepared, arguments),
-        LogitsProcessorList(p for p in prepared.processors if isinstance(p, _PREFIX_INDEPENDENT)),
+        LogitsProcessorList(p for p in prepared.processors if type(p) in _PREFIX_INDEPENDENT),
         prepared.criteria,
     )
     rule = acceptance_rule(acceptance, bool(config.do_sample))
@@ -190,13 +204,18 @@ def _prepare(
 def _prepared_by_transformers(model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any]) -> _Prepared:
     """Let `model.generate` resolve its own arguments and hand over what its decode loop would get."""
     for name, instead in _REFUSED_ARGUMENTS.items():
-        if arguments.get(name) is not None:
+        if arguments.get(name) is not None and arguments[name] is not False:
             raise ValueError(f"{name} does not apply to treedec.generate: {instead}")
-    if arguments.get("stop_strings") is not None:
-        # `generate` loses the tokenizer on its way to a custom decode loop, and would then miss it for the stop
-        # strings.
-        arguments = dict(arguments)
-        stops, tokenizer = arguments.pop("stop_strings"), arguments.pop("tokenizer", None)
+    for name in arguments.keys() & inspect.signature(model.forward).parameters.keys() - _OWN_FORWARD_ARGUMENTS:
+        raise ValueError(f"{name} is an argument of {type(model).__name__}.forward that treedec does not pass on")
+    arguments = dict(arguments)
+    tokenizer = arguments.pop("tokenizer", None)
+    stops = arguments.pop("stop_strings", None) or getattr(arguments.get("generation_config"), "stop_strings", None)
+    if stops is not None:
+        # `generate` loses the tokenizer on its way to a custom decode loop, and would miss it for the stop strings.
+        if arguments.get("generation_config") is not None:
+            arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])
+            arguments["generation_config"].stop_strings = None
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer: give tokenizer=")
         given = arguments.get("stopping_criteria") or []
@@ -226,23 +245,37 @@ def _row_processors(
     penalties) or its index (`prefix_allowed_tokens_fn`). Processors that the user made are shared by all rows.
     """
     batch = prepared.input_ids.shape[0]
-    if batch == 1 or all(isinstance(processor, _PREFIX_INDEPENDENT) for processor in prepared.processors):
+    if batch == 1 or all(type(processor) in _PREFIX_INDEPENDENT for processor in prepared.processors):
         return [prepared.processors] * batch
     allowed = arguments.get("prefix_allowed_tokens_fn")
     rows = []
     for row in range(batch):
-        own = {**arguments, "num_return_sequences": 1}
+        own = {**arguments, "num_return_sequences": 1, "stopping_criteria": None, "stop_strings": None}
         if prepared.attention_mask is not None:
             own["attention_mask"] = prepared.attention_mask[row : row + 1]
         if allowed is not None:
-            own["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
+            prompt = row // (prepared.config.num_return_sequences or 1)
+            own["prefix_allowed_tokens_fn"] = lambda _, ids, prompt=prompt: allowed(prompt, ids)
         rows.append(_prepared_by_transformers(model, prepared.input_ids[row : row + 1], own).processors)
     return rows
+
+
+def _check_batch_stops(prepared: _Prepared) -> None:
+    """Refuse the one case in which `generate` lets finished rows go on: several rows, no EOS, and another criterion."""
+    kinds = {type(criterion) for criterion in prepared.criteria} - {MaxLengthCriteria, MaxTimeCriteria}
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in prepared.criteria)
+    if len(prepared.input_ids) > 1 and kinds and not ends:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(
+            f"{names} can end single rows of a batch only if there is an eos_token_id: set it, or give one row"
+        )
 
 
 def _check_prompt(target: Target, input_ids: Tensor) -> None:
     if input_ids.dim() != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids must be [B, L] with B, L >= 1, not {list(input_ids.shape)}: the prompt is empty")
+    if input_ids.device != target.device:
+        raise ValueError(f"input_ids are on {input_ids.device} and the model is on {target.device}: move them there")
     lowest, highest = int(input_ids.min()), int(input_ids.max())
     if lowest < 0 or highest >= target.vocab_size:
         wrong = lowest if lowest < 0 else highest

@@ -102,10 +102,11 @@ class SlotCache(Cache):
         nodes = positions.shape[1]
         if nodes > self.free:
             raise ValueError(f"a pass over {nodes} nodes does not fit: {self.free} of {self.capacity} slots are free")
-        # A stable sort of the visibility bits lists the free slots first, in order, without asking the host.
-        self.slots = torch.argsort(self.visible.to(torch.uint8), dim=1, stable=True)[:, :nodes]
+        # Free slots are handed out lowest first, so no slot beyond lengths + nodes can be in use, and a stable sort of
+        # the visibility bits lists the free ones first, in order, without asking the host.
+        near = self.visible[:, : max(self.lengths) + nodes]
+        self.slots = torch.argsort(near.to(torch.uint8), dim=1, stable=True)[:, :nodes]
         self.positions.scatter_(1, self.slots, positions)
-        # Free slots are handed out lowest first, so no slot beyond lengths + nodes can be in use.
         used = max(max(self.lengths) + nodes, self.high_water)
         self.high_water = min(-(-used // self.granularity) * self.granularity, self.capacity)
 
@@ -113,7 +114,7 @@ class SlotCache(Cache):
         """Make the accepted nodes of the pass in flight visible to all later passes.
 
         Args:
-            accepted: `[B, N']` bool, CPU; the nodes of each row's committed path. N' may be below N: the rest is padding.
+            accepted: `[B, N']` bool, CPU; the nodes of each row's committed path. The rest of the N is padding.
         """
         # The slots of a pass are free and distinct, so this neither hides a visible slot nor writes one twice.
         self.visible.scatter_(1, self.slots[:, : accepted.shape[1]], accepted.to(self.visible.device))

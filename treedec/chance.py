@@ -38,29 +38,39 @@ class ExponentialNoise:
     def __init__(self, batch: int, vocab_size: int, device: torch.device):
         self._shape, self._device = (batch, vocab_size), device
         self._generator = torch.Generator(device)
-        self._generator.set_state(_default_generator_state(device))
         self._drawn: dict[int, Tensor] = {}
-        self._states = [self._generator.get_state()]  # entry t: the generator before position t was drawn
+        self._left_at = 0
+        self._states = {0: _default_generator_state(device)}  # the generator before a position is drawn
+        self._generator.set_state(self._states[0])
 
     def at(self, step: int) -> Tensor:
         """`[B, V]` float32: the noise of generated position `step` (0 is the first new token)."""
-        while len(self._states) <= step + 1:
+        while (following := max(self._states)) <= step:
             # `generate` samples from a float32 softmax whatever the dtype of the model.
             noise = torch.empty(self._shape, dtype=torch.float32, device=self._device).exponential_(
                 1, generator=self._generator
             )
-            self._drawn[len(self._states) - 1] = noise
-            self._states.append(self._generator.get_state())
+            self._drawn[following] = noise
+            self._states[following + 1] = self._generator.get_state()
         return self._drawn[step]
 
     def forget(self, before: int) -> None:
         """Free the noise of positions that every row has passed."""
-        for step in [step for step in self._drawn if step < before]:
-            del self._drawn[step]
+        self._drawn = {step: noise for step, noise in self._drawn.items() if step >= before}
 
     def settle(self, steps: int) -> None:
         """Leave the default generator where `generate` would have left it after `steps` positions."""
+        self._left_at = steps
+        self._states = {step: state for step, state in self._states.items() if step >= steps}
         _set_default_generator_state(self._device, self._states[steps])
+
+    def follow(self) -> None:
+        """Take up what happened to the default generator since `settle`: a new seed, or draws of somebody else."""
+        state = _default_generator_state(self._device)
+        if not torch.equal(state, self._states[self._left_at]):
+            self._generator.set_state(state)
+            self._states = {self._left_at: state}
+            self._drawn = {step: noise for step, noise in self._drawn.items() if step < self._left_at}
 
 
 class Chance(Protocol):

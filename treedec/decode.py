@@ -97,8 +97,6 @@ class Decoder:
         self.prompt_length = length
         self.chance: Chance = TorchChance()
         self.noise: ExponentialNoise | None = None
-        if rule.drafting is Drafting.COUPLED:
-            self.noise = ExponentialNoise(batch, target.vocab_size, target.device)
         capacity = request.max_length + drafter.max_nodes
         self.cache: SlotCache = target.allocate(batch, capacity)
         self.session = drafter.start(target, batch, capacity)
@@ -106,25 +104,25 @@ class Decoder:
     @torch.no_grad()
     def run(self) -> Iterator[Committed]:
         """Yield committed blocks until every row is finished."""
-        try:
-            verified = self.target.prefill(self.cache, self.request.input_ids, self.request.attention_mask)
-            draft = Draft(self._roots())
-            yield self._commit(draft, self._accept(draft, verified), cached=True)
-            hidden = verified.hidden[:, -1]
-            while not all(self.rows.finished):
-                state = self._state(hidden)
-                draft = self.session.propose(state)
-                draft.tree.validate(self.target.vocab_size, state.room)
-                verified = self.target.verify(self.cache, draft.tree)
-                accepted = self._accept(draft, verified)
-                last = torch.tensor(
-                    [0 if path is None else path.nodes[-1] for path in accepted], device=verified.hidden.device
-                )
-                hidden = verified.hidden[torch.arange(len(accepted), device=last.device), last]
-                yield self._commit(draft, accepted)
-        finally:
+        if self.rule.drafting is Drafting.COUPLED:
+            # Not before the first block is asked for: the seed may be set until then.
+            self.noise = ExponentialNoise(len(self.rows.lengths), self.target.vocab_size, self.target.device)
+        verified = self.target.prefill(self.cache, self.request.input_ids, self.request.attention_mask)
+        draft = Draft(self._roots())
+        yield self._commit(draft, self._accept(draft, verified), cached=True)
+        hidden = verified.hidden[:, -1]
+        while not all(self.rows.finished):
             if self.noise is not None:
-                self.noise.settle(max(self.rows.lengths) - self.prompt_length)
+                self.noise.follow()
+            state = self._state(hidden)
+            draft = self.session.propose(state)
+            draft.tree.validate(self.target.vocab_size, state.room)
+            draft.tree.check_roots([None if text is None else text[-1] for text in state.texts])
+            verified = self.target.verify(self.cache, draft.tree)
+            accepted = self._accept(draft, verified)
+            last = torch.tensor([0 if path is None else path.nodes[-1] for path in accepted])
+            hidden = verified.hidden[torch.arange(len(accepted)), last]
+            yield self._commit(draft, accepted)
 
     def _roots(self) -> TokenTree:
         return TokenTree.chains(
@@ -157,7 +155,11 @@ class Decoder:
     def _noise_below_roots(self, depth: int) -> Tensor:
         """`[B, V]`: the noise of the token `depth` levels below each row's root."""
         assert self.noise is not None
-        steps = [length - self.prompt_length + depth - 1 for length in self.rows.lengths]
+        rows = self.rows
+        going = max(length for length, done in zip(rows.lengths, rows.finished, strict=True) if not done)
+        # Finished rows have none of their own; any that exists will do.
+        lengths = [going if done else length for length, done in zip(rows.lengths, rows.finished, strict=True)]
+        steps = [length - self.prompt_length + depth - 1 for length in lengths]
         if len(set(steps)) == 1:
             return self.noise.at(steps[0])
         return torch.stack([self.noise.at(step)[row] for row, step in enumerate(steps)])
@@ -218,7 +220,10 @@ class Decoder:
             self.cache.commit(kept)
             self.session.observe(Outcome([[] if path is None else path.nodes for path in accepted], tokens))
         if self.noise is not None:
-            self.noise.forget(min(rows.lengths) - self.prompt_length)
+            going = [length for length, done in zip(rows.lengths, rows.finished, strict=True) if not done]
+            self.noise.forget(min(going, default=max(rows.lengths)) - self.prompt_length)
+            # After every block, so that an iterator that is abandoned has nothing left to put right.
+            self.noise.settle(max(rows.lengths) - self.prompt_length)
         drafted = [max(int(count) - 1, 0) for count in tree.counts]
         return Committed(tokens, drafted, list(rows.finished), prefill=cached)
 

@@ -1,7 +1,7 @@
 """Growth policies: from a drafter's scores to a token tree.
 
 Independent heads (Medusa) give one candidate list per depth, whatever the path; a policy decides which combinations of
-candidates are worth a node. `None` children never arise: every policy returns parents before children.
+candidates are worth a node. Every policy returns parents before children.
 """
 
 from __future__ import annotations

@@ -30,6 +30,12 @@ _MASK_OF_ATTENTION = {"sdpa": _BOOLEAN_MASK, "eager": _ADDITIVE_MASK}
 _WINDOWED = "sliding_attention"
 _KNOWN_LAYERS = frozenset({"full_attention", _WINDOWED})
 
+# What shows in a configuration that attention depends on more than the mask and the position of each key.
+_UNFIT_CONFIGURATIONS = {
+    "alibi": "biases attention by the distance between slots (ALiBi), which on a tree is not that between tokens",
+    "attention_layers": "masks attention by slot instead of position (GPT-Neo)",
+}
+
 
 def logit_factor(config: PretrainedConfig) -> float:
     """What the LM head's output is multiplied by: mostly 1; `logit_scale` (cohere), `1 / logits_scaling` (granite)."""
@@ -38,8 +44,11 @@ def logit_factor(config: PretrainedConfig) -> float:
 
 def finish_logits(logits: Tensor, config: PretrainedConfig) -> Tensor:
     """From the LM head's output to the model's logits: scaled and soft-capped (gemma 2), as its config says."""
-    if (factor := logit_factor(config)) != 1.0:
+    # Multiplied and divided one after the other, as the models do: a product with 1 / s rounds differently.
+    if (factor := getattr(config, "logit_scale", None)) is not None:
         logits = logits * factor
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / divisor
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         logits = torch.tanh(logits / cap) * cap
     return logits
@@ -91,7 +100,6 @@ class Target:
                 f"attention backend {attention!r} cannot take a tree mask; load the model with attn_implementation="
                 + " or ".join(repr(name) for name in _MASK_OF_ATTENTION)
             )
-        self._mask_kind = _MASK_OF_ATTENTION[attention]
         self._layer_kinds: list[str] | None = getattr(self.config, "layer_types", None)
         unknown = set(self._layer_kinds or ()) - _KNOWN_LAYERS
         if unknown or getattr(self.config, "attention_chunk_size", None):
@@ -99,6 +107,11 @@ class Target:
             raise UnsupportedModel(
                 f"{type(model).__name__} has layers of kind {kinds}; slots hold only full and sliding attention"
             )
+        for attribute, reason in _UNFIT_CONFIGURATIONS.items():
+            if getattr(self.config, attribute, None):
+                raise UnsupportedModel(f"{type(model).__name__} {reason}")
+        if len({parameter.device for parameter in model.parameters()}) > 1:
+            raise UnsupportedModel(f"{type(model).__name__} is spread over several devices; load it on one")
         parameters = inspect.signature(model.forward).parameters
         # transformers 5.24 renamed the argument.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -113,8 +126,8 @@ class Target:
             self._compiled = torch.compile(self._decode, dynamic=True)
             # Makes constants of the weights, and packs them. It is asked for while tracing, which the `options` of
             # torch.compile do not reach; without it the matrix products stay as they were (19 ms a pass became 23).
-            freeze = self.device.type == "cpu"
-            self._freezing = lambda: importlib.import_module("torch._inductor.config").patch(freezing=freeze)
+            inductor = importlib.import_module("torch._inductor.config")
+            self._freezing = inductor.patch(freezing=self.device.type == "cpu")
 
     @property
     def device(self) -> torch.device:
@@ -146,11 +159,11 @@ class Target:
     def prefill(
         self, cache: SlotCache, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int = 512
     ) -> Verified:
-        """Cache a prompt, `chunk` columns at a time, so that the memory peak does not grow with its length.
+        """Cache more text of each row, `chunk` columns at a time, so that the memory peak does not grow with it.
 
         Args:
-            cache: an empty cache.
-            input_ids: `[B, L]` int64, L at least 1.
+            cache: holds the text so far, usually none.
+            input_ids: `[B, L]` int64, L at least 1: what follows it.
             attention_mask: `[B, L]`, 0 for (left) padding; None means no padding.
             chunk: columns per pass; bounds activations at `[B, chunk, ·]`.
 
@@ -159,7 +172,8 @@ class Target:
         """
         length = input_ids.shape[1]
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        positions = (real.long().cumsum(1) - 1).clamp(min=0)
+        before = torch.tensor(cache.lengths, device=real.device)[:, None]
+        positions = (real.long().cumsum(1) - 1).clamp(min=0) + torch.where(real.any(1, keepdim=True), before, 0)
         for start in range(0, length, chunk):
             part = slice(start, min(start + chunk, length))
             width = part.stop - part.start
@@ -179,7 +193,8 @@ class Target:
             cache: holds every committed token of each row except the last, which is the root of its tree.
             tree: `B` rows of N nodes.
         """
-        roots = torch.tensor(cache.lengths)[:, None]
+        # Padding is placed at its row's root, and at 0 in rows that have none: a full row has no position to spare.
+        roots = (torch.tensor(cache.lengths) * (tree.counts > 0))[:, None]
         if self._compiled is None:
             positions = (roots + tree.depths).to(self.device, non_blocking=True)
             return self._pass(cache, tree.tokens.to(self.device), positions, tree.ancestors.to(self.device), keep=0)
@@ -188,7 +203,7 @@ class Target:
         positions = (roots + tree.depths).to(self.device, non_blocking=True)
         cache.reserve(positions)
         mask = self._mask(cache, positions, tree.ancestors.to(self.device))
-        with torch.no_grad(), self._freezing():
+        with torch.no_grad(), self._freezing:
             logits, hidden = self._compiled(tree.tokens.to(self.device), positions, mask, cache)
         return Verified(logits, hidden)
 
@@ -249,7 +264,7 @@ class Target:
 
         def finish(mask: Tensor) -> Tensor:
             mask = mask[:, None]
-            if self._mask_kind == _BOOLEAN_MASK:
+            if _MASK_OF_ATTENTION[self.config._attn_implementation] == _BOOLEAN_MASK:
                 return mask
             # Eager attention adds the mask to the scores: a boolean mask would be added as 0 and 1, silently wrong.
             lowest = torch.finfo(self.model.dtype).min

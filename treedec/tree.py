@@ -23,7 +23,7 @@ class TreeError(ValueError):
     """A malformed token tree; the message names the row and the node."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenTree:
     """One token tree per row of a batch, padded to a common number of nodes.
 
@@ -123,6 +123,12 @@ class TokenTree:
         self._refuse(used & ~in_order, "its parent is not an earlier node")
         self._refuse(~known, f"its token is outside the vocabulary of {vocab_size}")
         self._refuse(used & (self.depths > torch.tensor(room)[:, None]), "it is deeper than the row has room for")
+
+    def check_roots(self, roots: Sequence[int | None]) -> None:
+        """Raise `TreeError` unless every row begins with its root; `None` is a finished row, which has no nodes."""
+        for row, root in enumerate(roots):
+            if root is not None and (int(self.counts[row]) < 1 or int(self.tokens[row, 0]) != root):
+                raise TreeError(f"row {row}, node 0: the root must be the last committed token, {root}")
 
     def _refuse(self, bad: Tensor, reason: str) -> None:
         if bool(bad.any()):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from treedec.heads import load_drafter
 from treedec.heads.checkpoint import CheckpointError, is_heads_folder, load_heads, save_heads
 from treedec.heads.medusa import MedusaConfig, MedusaHeads
 from treedec.models import Fingerprint
@@ -100,6 +101,36 @@ def test_a_folder_of_something_else_is_never_replaced(tmp_path, model):
     with pytest.raises(FileExistsError, match="not a heads checkpoint"):
         save_heads(tmp_path, random_heads(), Fingerprint.of(model), {}, overwrite=True)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_model_is_never_replaced_by_heads(tmp_path, model):
+    """Models, too, are folders with a config.json and a model.safetensors."""
+    model.save_pretrained(tmp_path / "model")
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match="not a heads checkpoint"):
+        save_heads(tmp_path / "model", random_heads(), Fingerprint.of(model), {}, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_what_else_lies_in_a_replaced_folder_is_kept(folder, model):
+    (folder / "README.md").write_text("which data, which machine")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "config.json").write_text("{}")
+    other = random_heads(seed=5)
+    save_heads(folder, other, Fingerprint.of(model), {"steps": 8}, dtype=torch.float32, overwrite=True)
+    assert torch.equal(load_heads(folder, model).weight, other.weight)
+    assert json.loads((folder / "config.json").read_text())["training"] == {"steps": 8}
+    assert set(contents(folder)) == {"config.json", "model.safetensors", "README.md", "notes/config.json"}
+    assert (folder / "README.md").read_text() == "which data, which machine"
+
+
+def test_an_empty_folder_is_filled_on_request(tmp_path, model):
+    save_heads(tmp_path, random_heads(), Fingerprint.of(model), {}, overwrite=True)
+    assert is_heads_folder(tmp_path)
 
 
 def test_a_failed_save_leaves_the_old_heads(folder, model, monkeypatch):
@@ -239,3 +270,44 @@ def test_damaged_and_absent_files(folder, model):
             load_heads(folder, model)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_heads(folder.parent / "nowhere", model)
+
+
+def _halve(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _drop_a_tensor(path):
+    tensors = load_file(path)
+    tensors.pop("model.norm.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+BROKEN_MODELS = {
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "half the weights": lambda folder: _halve(folder / "model.safetensors"),
+    "a weight too few": lambda folder: _drop_a_tensor(folder / "model.safetensors"),
+    "half a config": lambda folder: _halve(folder / "config.json"),
+    "no kind of model": lambda folder: (folder / "config.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_MODELS)
+def test_a_draft_model_that_cannot_be_loaded_is_explained_in_a_sentence(tmp_path, model, name):
+    model.save_pretrained(tmp_path / "draft")
+    assert load_drafter(tmp_path / "draft", model).name == "draft-model"
+    BROKEN_MODELS[name](tmp_path / "draft")
+    with pytest.raises(ValueError, match="draft model") as caught:
+        load_drafter(tmp_path / "draft", model)
+    assert str(caught.value).startswith(str(tmp_path / "draft")) and "\n" not in str(caught.value)
+
+
+def test_a_folder_without_heads_or_a_model_is_not_found(tmp_path, model):
+    with pytest.raises(FileNotFoundError, match=rf"{re.escape(str(tmp_path))} holds neither"):
+        load_drafter(tmp_path, model)
+
+
+def test_the_folder_of_a_run_leads_to_its_heads(folder, model):
+    """`--drafter run` instead of `--drafter run/heads`."""
+    with pytest.raises(FileNotFoundError, match=rf"did you mean {re.escape(str(folder))}\?"):
+        load_drafter(folder.parent, model)
+    assert load_drafter(folder, model).name == "medusa"

@@ -77,16 +77,38 @@ def test_stored_bits_are_the_bits_of_the_pass(tmp_path):
 def test_a_batch_lays_runs_end_to_end(tmp_path, data):
     features = capture_features(tiny_model(), data, tmp_path / "features", rows=2, console=QUIET)
     picked = torch.tensor([4, 0, 2])
-    hidden, starts, rows = features.batch(picked)
+    hidden, starts = features.batch(picked)
     assert starts.tolist() == [0] * 3 + [3] * 5 + [8] * 6
-    assert torch.equal(hidden, features.hidden[rows])
-    expected = [token for run in (4, 0, 2) for token in _following(run)]
-    assert features.following[rows].tolist() == expected
+    places = [(row, row + count) for _, row, count in features.runs[picked].tolist()]
+    assert torch.equal(hidden, torch.cat([features.hidden[first:last] for first, last in places]))
 
 
-def _following(run):
-    conversation, first, last = EXPECTED_RUNS[run]
-    return SAMPLES[conversation]["input_ids"][first + 1 : last + 2]
+@pytest.mark.parametrize(
+    ("rows", "tokens", "passes"),
+    [
+        (16, 8192, [(4, 30)]),
+        (3, 8192, [(3, 20), (1, 30)]),
+        (16, 40, [(2, 12), (1, 20), (1, 30)]),
+        (16, 1, [(1, n) for n in (7, 12, 20, 30)]),
+    ],
+)
+def test_a_pass_holds_few_conversations_and_few_tokens(tmp_path, data, monkeypatch, rows, tokens, passes):
+    """The four conversations with runs have 7, 12, 20 and 30 tokens: `(conversations, padded length)` of each pass."""
+    original, shapes = Target.features, []
+    monkeypatch.setattr(
+        Target, "features", lambda target, ids: shapes.append(tuple(ids.shape)) or original(target, ids)
+    )
+    features = capture_features(tiny_model(), data, tmp_path / "a", rows=rows, tokens=tokens, console=QUIET)
+    assert shapes == passes
+    alone = capture_features(tiny_model(), data, tmp_path / "b", rows=1, console=QUIET)
+    torch.testing.assert_close(features.hidden, alone.hidden, rtol=1e-5, atol=1e-5)
+
+
+def test_states_of_another_dtype_are_stored_in_the_models(tmp_path, data, monkeypatch):
+    expected = capture_features(tiny_model(), data, tmp_path / "a", console=QUIET).hidden
+    original = Target.features
+    monkeypatch.setattr(Target, "features", lambda target, ids: original(target, ids).double())
+    assert torch.equal(capture_features(tiny_model(), data, tmp_path / "b", console=QUIET).hidden, expected)
 
 
 @pytest.mark.parametrize("torn", [0, 5])

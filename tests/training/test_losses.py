@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, LlamaForCausalLM
 
+from treedec.target import Target
 from treedec.training.losses import DraftHead, agreement, draft_logits, medusa_loss
 
 HEADS, HIDDEN, DRAFT = 3, 8, 13
 RUNS = [9, 2, 1, 5]  # rows of each run; the third supervises nothing, the second one head only
 
 
-def problem(runs=RUNS, dtype=torch.float64, bias=False):
+def problem(runs=RUNS, dtype=torch.float64, bias=False, cap=None):
     generator = torch.Generator().manual_seed(3)
     rows = sum(runs)
 
@@ -25,7 +26,7 @@ def problem(runs=RUNS, dtype=torch.float64, bias=False):
         random(HEADS, rows, HIDDEN),
         random(rows, HIDDEN),
         starts.long(),
-        DraftHead(random(DRAFT, HIDDEN), random(DRAFT) if bias else None),
+        DraftHead(random(DRAFT, HIDDEN), random(DRAFT) if bias else None, cap),
     )
 
 
@@ -35,14 +36,18 @@ def _firsts(runs):
 
 def plain_loss(states, hidden, runs, head):
     """The definition, run by run: head `k` at row `t` against the target at row `t + 1 + k`."""
-    bias = 0 if head.bias is None else head.bias
+
+    def scores(state):
+        z = head.weight @ state + (0 if head.bias is None else head.bias)
+        return z if head.cap is None else head.cap * (z / head.cap).tanh()
+
     losses, hits, counts = [], [], []
     for k in range(len(states)):
         kls, right = [], []
         for first, size in zip(_firsts(runs), runs, strict=True):
             for t in range(first, first + size - 1 - k):
-                p = (head.weight @ hidden[t + 1 + k] + bias).softmax(-1)
-                q = (head.weight @ states[k, t] + bias).log_softmax(-1)
+                p = scores(hidden[t + 1 + k]).softmax(-1)
+                q = scores(states[k, t]).log_softmax(-1)
                 kls.append(F.kl_div(q, p, reduction="sum"))
                 right.append(int(q.argmax() == p.argmax()))
         losses.append(torch.stack(kls).mean() if kls else states.new_zeros(()))
@@ -53,8 +58,9 @@ def plain_loss(states, hidden, runs, head):
 
 @pytest.mark.parametrize("block", [1, 4, 256])
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_gradient_equal_the_plain_twin(block, bias):
-    states, hidden, starts, head = problem(bias=bias)
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_loss_and_gradient_equal_the_plain_twin(block, bias, cap):
+    states, hidden, starts, head = problem(bias=bias, cap=cap)
     weights = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
     mine, theirs = states.clone().requires_grad_(), states.clone().requires_grad_()
     losses = medusa_loss(mine, hidden, starts, head, block)
@@ -68,8 +74,9 @@ def test_loss_and_gradient_equal_the_plain_twin(block, bias):
 
 
 @pytest.mark.parametrize("block", [3, 256])
-def test_gradcheck(block):
-    states, hidden, starts, head = problem()
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_gradcheck(block, cap):
+    states, hidden, starts, head = problem(cap=cap)
     states.requires_grad_()
     assert torch.autograd.gradcheck(lambda x: medusa_loss(x, hidden, starts, head, block).kl, (states,))
 
@@ -172,3 +179,47 @@ def test_the_draft_head_is_a_copy_of_the_models_rows():
     hidden = torch.randn(5, 32)
     torch.testing.assert_close(draft_logits(hidden, head), model.lm_head(hidden)[:, ids])
     assert not head.weight.requires_grad and head.weight.data_ptr() != model.lm_head.weight.data_ptr()
+
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+SCORING = {
+    "llama": LlamaConfig(**SHAPE),
+    "gemma2": Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=2.0),
+    "granite": GraniteConfig(**SHAPE, logits_scaling=8.0),
+    "cohere": CohereConfig(**SHAPE, logit_scale=0.25),
+}
+
+
+def scoring_model(name, dtype=torch.float64):
+    model = AutoModelForCausalLM.from_config(SCORING[name], dtype=torch.float64).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_()
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_the_draft_head_scores_as_the_target_does(name):
+    """Logits that a model scales or caps after its LM head are so for the teacher and the heads, too."""
+    model, ids = scoring_model(name), torch.tensor([3, 50, 96])
+    hidden = torch.randn(5, 32, dtype=torch.float64)
+    scores = draft_logits(hidden, DraftHead.of(model, ids))
+    torch.testing.assert_close(scores, Target(model).head(hidden)[..., ids], rtol=1e-12, atol=1e-12)
+    plain = F.linear(hidden, model.get_output_embeddings().weight[ids])
+    assert (name == "llama") == torch.allclose(scores, plain), "the case must show what it is about"
+
+
+def test_a_scale_keeps_the_dtype_of_the_head():
+    model, ids = scoring_model("granite", torch.bfloat16), torch.tensor([3, 50, 96])
+    head = DraftHead.of(model, ids)
+    assert head.weight.dtype == torch.bfloat16
+    assert torch.equal(head.weight.float(), model.get_output_embeddings().weight[ids].float() / 8)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from treedec.heads.checkpoint import load_heads
 from treedec.target import Target
 from treedec.training import trainer
-from treedec.training.features import draft_vocabulary
+from treedec.training.features import capture_features, draft_vocabulary
 from treedec.training.losses import DraftHead, HeadLosses, draft_logits
 from treedec.training.trainer import (
     TrainConfig,
@@ -177,6 +177,24 @@ def test_a_bfloat16_target_gets_float32_masters(tmp_path, data):
     assert metrics["mean_kl"] < 10
 
 
+@pytest.mark.parametrize(("dtype", "reduced"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, False)])
+def test_only_for_bfloat16_targets_are_the_heads_products_in_16_bits(tmp_path, data, dtype, reduced):
+    model = tiny_model().to(dtype)
+    features = capture_features(model, data, tmp_path / "features", console=QUIET)
+    run = trainer.Run(model, None, features, SMALL, tmp_path / "state.pt")
+    with torch.no_grad():
+        run.heads.weight.normal_(std=0.3)
+        states, exact = run._states(features.hidden), run.heads(features.hidden.float())
+    assert states.dtype == torch.float32 and torch.equal(states, exact) is not reduced
+    torch.testing.assert_close(states, exact, rtol=5e-2, atol=5e-2)
+
+
+def test_a_float16_target_can_be_trained_for(tmp_path, data):
+    metrics = train(tiny_model().to(torch.float16), None, data, tmp_path / "out", SMALL, console=QUIET)
+    weight = state_of(tmp_path / "out")["heads"]["weight"]
+    assert weight.isfinite().all() and (weight.flatten(1).abs().sum(1) > 0).all() and metrics["mean_kl"] < 10
+
+
 def test_what_is_measured(tmp_path, data):
     """Untrained heads repeat the target's next token: agreement and divergence are then known from its states alone."""
     model = tiny_model()
@@ -317,6 +335,19 @@ def test_another_config_does_not_resume(tmp_path, data, finished, field):
     assert (out / "state.pt").read_bytes() == before
 
 
+def test_how_often_something_is_written_may_change(tmp_path, data, monkeypatch):
+    train(tiny_model(), None, data, tmp_path / "straight", SMALL, console=QUIET)
+    with monkeypatch.context() as patch:
+        at_training_step(patch, 5, ctrl_c)
+        with pytest.raises(TrainingInterrupted):
+            train(tiny_model(), None, data, tmp_path / "cut", SMALL, console=QUIET)
+    train(tiny_model(), None, data, tmp_path / "cut", replace(SMALL, checkpoint_every=4, log_every=1), console=QUIET)
+    resumed, straight = state_of(tmp_path / "cut"), state_of(tmp_path / "straight")
+    for part in ("heads", "optimizer", "best", "place", "evaluations"):
+        assert_same(resumed[part], straight[part], part)
+    assert [entry["step"] for entry in resumed["history"]] == [2, 4, 6, 7, 8, 9, 10]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
@@ -336,12 +367,62 @@ def test_other_data_and_another_target_do_not_resume(tmp_path, data, finished):
         train(tiny_model(), None, other, out, SMALL, console=QUIET)
 
 
+class Tokenizer:
+    """As much of one as training reads."""
+
+    def __init__(self, eos_token_id):
+        self.eos_token_id = eos_token_id
+
+
+def test_a_draft_vocabulary_that_has_changed_does_not_resume(tmp_path, data):
+    config = replace(SMALL, draft_vocab_size=5, epochs=1)
+    train(tiny_model(), Tokenizer(93), data, tmp_path / "out", config, console=QUIET)
+    before = contents(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"state\.pt.*draft_ids.*overwrite=True"):
+        train(tiny_model(), Tokenizer(94), data, tmp_path / "out", config, console=QUIET)
+    assert contents(tmp_path / "out") == before
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_damaged_checkpoint_is_explained(tmp_path, data, finished):
     out = shutil.copytree(finished, tmp_path / "out")
     whole = (out / "state.pt").read_bytes()
     (out / "state.pt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"state\.pt is not a checkpoint that can be resumed"):
         train(tiny_model(), None, data, out, SMALL, console=QUIET)
+    assert train(tiny_model(), None, data, out, SMALL, overwrite=True, console=QUIET)["steps"] == 10
+
+
+BROKEN_DATA = {
+    "not JSON": "{",
+    "nothing supervised": json.dumps({"input_ids": [1, 2, 3], "responses": []}),
+    "one conversation": json.dumps({"input_ids": list(range(20)), "responses": [[2, 20]]}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_DATA)
+def test_overwriting_keeps_the_old_run_until_a_new_one_is_possible(tmp_path, finished, name):
+    out = shutil.copytree(finished, tmp_path / "out")
+    before = contents(out)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(BROKEN_DATA[name] + "\n")
+    with pytest.raises(ValueError, match=r"not a conversation|supervises nothing|1 of 1 conversations"):
+        train(tiny_model(), None, broken, out, SMALL, overwrite=True, console=QUIET)
+    after = contents(out)
+    for file in ("state.pt", "metrics.json", "heads/config.json", "heads/model.safetensors"):
+        assert after[file] == before[file], file
+
+
+def test_a_model_where_the_heads_belong_is_refused_before_training(tmp_path, data, monkeypatch):
+    tiny_model().save_pretrained(tmp_path / "out" / "heads")
+    before = contents(tmp_path)
+    monkeypatch.setattr(trainer, "capture_features", lambda *_, **__: pytest.fail("work was done in vain"))
+    with pytest.raises(FileExistsError, match="not a heads checkpoint"):
+        train(tiny_model(), None, data, tmp_path / "out", SMALL, overwrite=True, console=QUIET)
+    assert contents(tmp_path) == before
 
 
 def test_what_is_not_ours_is_refused(tmp_path, data, finished):
@@ -403,13 +484,10 @@ def test_draft_vocabulary():
 
 
 def test_eos_can_always_be_drafted(tmp_path, data):
-    class Tokenizer:
-        eos_token_id = 93
-
     model = tiny_model()
     model.generation_config.eos_token_id = [95, 96]
     config = replace(SMALL, draft_vocab_size=5, epochs=1)
-    train(model, Tokenizer(), data, tmp_path / "out", config, console=QUIET)
+    train(model, Tokenizer(93), data, tmp_path / "out", config, console=QUIET)
     assert {93, 95, 96} <= set(load_heads(tmp_path / "out" / "heads", model).draft_ids.tolist())
 
 
