@@ -20,9 +20,10 @@ PYTEST = python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
 help:
 	@echo "make demo         a few prompts, Hugging Face generate against treedec (under three minutes)"
-	@echo "make test         the quick tests, with the newest supported transformers"
+	@echo "make test         the quick tests, with the newest supported transformers; one of them decodes with the demo"
+	@echo "                  target, which is converted once into the cache folder that make demo uses (540 MB)"
 	@echo "make test-oldest  the same tests, with the oldest supported transformers"
-	@echo "make test-slow    the tests that need the demo target or more than a few seconds"
+	@echo "make test-slow    the tests that compile passes or draw very many samples"
 	@echo "make lint         ruff and mypy"
 	@echo "make venv         only create the environment"
 	@echo "make clean        remove environments and build products"
@@ -65,7 +66,7 @@ endef
 define create
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "treedec needs Python 3.11 or newer, which $(PYTHON) is not: give PYTHON=python3.12, for example" >&2; exit 1; }
-	$(PYTHON) -m venv $(1)
+	$(PYTHON) -m venv --clear $(1)
 endef
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -182,8 +182,8 @@ def train(
     except KeyboardInterrupt as error:
         run.checkpoint()
         raise TrainingInterrupted(
-            f"interrupted after step {run.step} of {run.steps}; the checkpoint is {run.path}: run the same again to "
-            "go on"
+            f"interrupted after step {run.step} of {run.steps}; the checkpoint is {run.path}: run the same again"
+            f"{' without overwrite' if overwrite else ''} to go on"
         ) from error
     return _finish(run, Fingerprint.of(model), out)
 

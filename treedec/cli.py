@@ -61,6 +61,12 @@ class Method(StrEnum):
 
 
 TargetOption = Annotated[str, typer.Option(help="'demo', a model folder, or the name of a model on the hub.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the target runs, such as cpu or cuda:1.", show_default="the GPU if there is one, else cpu"
+    ),
+]
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the target; 'auto' is that of its stored weights.")]
 CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the target's passes first (about a minute).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="End standard output with one JSON object.")]
@@ -68,9 +74,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="End standard output wi
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `arguments` defaults to those of the process."""
+    return run_app(app, "treedec", arguments)
+
+
+def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> int:
+    """Run a command line that goes by a name, with the exit codes and one-line errors described above."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(list(arguments) or ["--help"], prog_name="treedec", standalone_mode=False) or 0
+        code = app(list(arguments) or ["--help"], prog_name=name, standalone_mode=False) or 0
     except _UsageError as error:
         return _say(f"error: {error.format_message()}", _BAD_INPUT)
     except _USER_ERRORS as error:
@@ -120,6 +131,7 @@ def generate(
         typer.Option(min=1, help="Nodes of a token tree, its root included.", show_default="the drafter's own"),
     ] = None,
     dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = None,
     compile: CompileOption = False,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
@@ -127,34 +139,34 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt, printing the text as it comes."""
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    # The line break that ends a piped text is not part of what is asked.
+    prompt = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     if temperature == 0 and (top_p is not None or top_k is not None):
         raise ValueError("--top-p and --top-k need sampling: give a --temperature above 0")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature > 0 else {}
 
-    model, tokenizer = _load(target, dtype)
+    model, tokenizer = load(target, dtype, device)
     import torch
 
     import treedec
     from treedec.acceptance import acceptance_rule
+    from treedec.models import encode_chat, encode_text
 
+    ids = (encode_text if raw else encode_chat)(tokenizer, prompt).to(model.device)
     name = drafter if drafter is not None else ("demo" if target == "demo" else "ngram")
     drafts = treedec.load_drafter(name, model, tree=tree_size)
     rule = acceptance_rule(acceptance, do_sample=temperature > 0)
     engine = treedec.Target(model, compile=compile)
+    arguments: dict[str, Any] = {"acceptance": rule, "do_sample": temperature > 0}
+    arguments.update((key, value) for key, value in sampling.items() if value is not None)
+    if compile:  # at the first pass, which is not to be timed; the same seed makes the same first trees
+        torch.manual_seed(seed)
+        treedec.generate(engine, ids, drafts, max_new_tokens=min(8, max_new_tokens), **arguments)
     torch.manual_seed(seed)
     started = time.perf_counter()
-    blocks = treedec.stream(
-        engine,
-        _encode(tokenizer, prompt, raw).to(model.device),
-        drafts,
-        acceptance=rule,
-        max_new_tokens=max_new_tokens,
-        do_sample=temperature > 0,
-        **{key: value for key, value in sampling.items() if value is not None},
-    )
+    blocks = treedec.stream(engine, ids, drafts, max_new_tokens=max_new_tokens, **arguments)
     text, stats = IncrementalText(tokenizer), treedec.DecodingStats()
     for block in blocks:
         stats.count(block)
@@ -204,6 +216,7 @@ def synth(
     answer_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the whole run.")] = 0,
     dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Let an instruct model write the conversations that its heads are trained on."""
@@ -212,9 +225,12 @@ def synth(
 
     chosen = {"answer_temperatures": temperatures} if temperatures else {}
     config = SynthConfig(tokens, length, rows, answer_tokens, question_temperature, seed=seed, **chosen)
-    model, tokenizer = _load(target, dtype)
+    model, tokenizer = load(target, dtype, device)
     started = time.perf_counter()
-    written = synthesize(model, tokenizer, out, config, console=Console(stderr=True))
+    try:
+        written = synthesize(model, tokenizer, out, config, console=Console(stderr=True))
+    except KeyboardInterrupt as error:
+        raise _Interrupted(f"interrupted; {out} keeps all whole batches: run the same again to go on") from error
     if as_json:
         seconds = round(time.perf_counter() - started, 2)
         _print_json({"out": str(out), "tokens": written, "conversations": written // length, "seconds": seconds})
@@ -241,12 +257,12 @@ def train(
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with an interrupted run in OUT.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again where OUT has a run.")] = False,
     dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train draft heads for a target; the target itself stays as it is."""
     if not data.is_file():
         raise FileNotFoundError(f"no data file {str(data)!r}; `treedec synth` writes one")
-    model, tokenizer = _load(target, dtype)
     from treedec.training import trainer
 
     config = trainer.TrainConfig(
@@ -262,6 +278,7 @@ def train(
         seed=seed,
         checkpoint_every=checkpoint_every,
     )
+    model, tokenizer = load(target, dtype, device)
     started = time.perf_counter()
     console = Console(stderr=True)
     try:
@@ -288,15 +305,18 @@ def demo(
     dtype: Annotated[
         Dtype, typer.Option(help="Dtype of the target; 'auto' is bfloat16 where it is faster, else float32.")
     ] = Dtype.auto,
+    device: DeviceOption = None,
     compile: CompileOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer a few prompts with Hugging Face generate and with treedec, and compare."""
     _quiet_transformers()
     from treedec.demo import run
+    from treedec.models import pick_device
 
     chosen = None if dtype is Dtype.auto else _torch_dtype(dtype)
-    result = run(drafter, max_new_tokens, seed, chosen, Console(stderr=as_json), compile=compile)
+    console = Console(stderr=as_json)
+    result = run(drafter, max_new_tokens, seed, chosen, console, device=pick_device(device), compile=compile)
     if as_json:
         _print_json(result)
 
@@ -344,11 +364,13 @@ class IncrementalText:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def _load(target: str, dtype: Dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(target: str, dtype: Dtype, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target and its tokenizer, as the options `--target`, `--dtype` and `--device` name them."""
     _quiet_transformers()
-    import treedec
+    from treedec.models import load_target, pick_device
 
-    return treedec.load_target(target, dtype="auto" if dtype is Dtype.auto else _torch_dtype(dtype))
+    place = pick_device(device)
+    return load_target(target, dtype="auto" if dtype is Dtype.auto else _torch_dtype(dtype), device=place)
 
 
 def _torch_dtype(dtype: Dtype) -> torch.dtype:
@@ -363,16 +385,6 @@ def _quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def _encode(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
-    """`[1, L]` ids of a prompt, as a user turn if the model has a chat template."""
-    if raw or not tokenizer.chat_template:
-        return tokenizer(prompt, return_tensors="pt").input_ids
-    turn = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(
-        turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).input_ids
 
 
 def _numbers(option: str, values: Sequence[str]) -> tuple[float, ...]:

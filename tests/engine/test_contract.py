@@ -14,7 +14,7 @@ from kit import (
     tiny_model,
     uneven,
 )
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
@@ -198,18 +198,20 @@ def test_a_distribution_without_support_raises_and_the_next_call_works():
     assert torch.equal(treedec.generate(tiny_model(), prompts(), **SAMPLED), expected.ids)
 
 
-def words():
-    """A tokenizer of one word per id."""
-    vocabulary = {f"w{i} ": i for i in range(VOCAB)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="w0 ")))
+def characters():
+    """A tokenizer of one printable ASCII character per id."""
+    vocabulary = {chr(33 + i): i for i in range(VOCAB - 3)} | {f"<{i}>": VOCAB - 3 + i for i in range(3)}
+    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @pytest.mark.parametrize("where", ["argument", "generation_config"])
 @pytest.mark.parametrize("decoding", ["greedy", "T=1.0"])
 def test_a02_stop_strings_end_the_text_where_generate_ends_it(where, decoding):
-    model, tokenizer = tiny_model(), words()
+    model, tokenizer = tiny_model(), characters()
     plain = reference(model, prompts(), max_new_tokens=NEW, **DECODING[decoding])
-    stop = f"w{plain.new[0][9]} "
+    stop = "".join(tokenizer.convert_ids_to_tokens(plain.new[0][8:10]))
     arguments = {"max_new_tokens": NEW, **DECODING[decoding]}
     if where == "argument":
         arguments["stop_strings"] = [stop]
@@ -261,8 +263,8 @@ def test_a16_models_whose_attention_does_not_go_by_position_are_refused():
 
 
 def test_what_the_user_gave_is_left_as_it_was():
-    model, config = tiny_model(), GenerationConfig(stop_strings=["w1 "], max_new_tokens=4)
+    model, config = tiny_model(), GenerationConfig(stop_strings=["!!"], max_new_tokens=4)
     criteria, before = [EndsAt(5, 0)], config.to_dict()
-    treedec.generate(model, prompts(), generation_config=config, stopping_criteria=criteria, tokenizer=words())
+    treedec.generate(model, prompts(), generation_config=config, stopping_criteria=criteria, tokenizer=characters())
     assert config.to_dict() == before
     assert len(criteria) == 1

@@ -206,7 +206,8 @@ def test_shipped_heads_on_the_demo_target():
         output = treedec.generate(model, ids["input_ids"], drafter, return_dict_in_generate=True, **arguments)
         assert torch.equal(output.sequences, expected.ids)
         assert output.lossless
-        assert output.stats.mean_accepted_length > 1.2
+        if decoding == "greedy":
+            assert output.stats.mean_accepted_length > 1.2
 
 
 def test_the_example_in_the_documentation_of_drafters_runs():

@@ -349,5 +349,5 @@ def test_a_malformed_line_is_named(tmp_path, name):
     path.write_bytes(_line(IDS, [[0, 2], [2, 5]]) + b"\n" + line + b"\n")
     samples = read_samples(path)
     assert next(samples)["responses"] == [[0, 2], [2, 5]]
-    with pytest.raises(ValueError, match=rf"data\.jsonl, line 2: {message}"):
+    with pytest.raises(ValueError, match=rf"data\.jsonl, line 2: .*{message}"):
         next(samples)
