@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -69,12 +70,14 @@ def _load_draft_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             + (hint or "; give the folder that does")
         )
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except Exception as error:  # from_pretrained raises whatever the damage leads to
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
         raise ValueError(
             f"{folder} holds no draft model that can be loaded ({reason})" + (hint or "; copy or save it again")
         ) from error
+    # With output_loading_info it is a pair, which its annotation does not say.
+    model, loading = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
     if missing := sorted(loading["missing_keys"]):
         # transformers fills them with random numbers, which would draft noise without ever failing.
         raise ValueError(
