@@ -19,6 +19,7 @@ from transformers import (
     MaxLengthCriteria,
     MaxTimeCriteria,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     PreTrainedModel,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -248,13 +249,17 @@ def _row_processors(
     if batch == 1 or all(type(processor) in _PREFIX_INDEPENDENT for processor in prepared.processors):
         return [prepared.processors] * batch
     allowed = arguments.get("prefix_allowed_tokens_fn")
+    # Which prompt a row belongs to is for the processor to say: in transformers 5.21 it is the row itself, also where
+    # a prompt has several return sequences.
+    constraints = (p for p in prepared.processors if isinstance(p, PrefixConstrainedLogitsProcessor))
+    rows_per_prompt = next((constraint._num_beams for constraint in constraints), 1)
     rows = []
     for row in range(batch):
         own = {**arguments, "num_return_sequences": 1, "stopping_criteria": None, "stop_strings": None}
         if prepared.attention_mask is not None:
             own["attention_mask"] = prepared.attention_mask[row : row + 1]
         if allowed is not None:
-            prompt = row // (prepared.config.num_return_sequences or 1)
+            prompt = row // rows_per_prompt
             own["prefix_allowed_tokens_fn"] = lambda _, ids, prompt=prompt: allowed(prompt, ids)
         rows.append(_prepared_by_transformers(model, prepared.input_ids[row : row + 1], own).processors)
     return rows
