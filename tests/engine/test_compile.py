@@ -1,5 +1,7 @@
 """The compiled pass against its plain twin (slow: inductor takes its time)."""
 
+import functools
+
 import pytest
 import torch
 from kit import DECODING, fresh_model, hooks, prompts, ragged_prompts, reference, scripted, tiny_model, uneven
@@ -34,6 +36,7 @@ def test_a_head_path_that_is_not_known_is_refused():
     forward = type(model).forward
 
     class Shifted(type(model)):
+        @functools.wraps(forward)
         def forward(self, *args, **kwargs):
             output = forward(self, *args, **kwargs)
             output.logits = output.logits + 1
