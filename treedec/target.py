@@ -76,7 +76,7 @@ class Target:
 
     Args:
         model: any decoder-only `PreTrainedModel` with an LM head whose layers are full or sliding attention.
-        compile: verify trees with a `torch.compile`d copy of the forward pass (about a minute at its first use). Keep
+        compile: verify trees with a `torch.compile`d copy of the forward pass (minutes of compilation at first). Keep
             the `Target` and hand it to `generate` in place of the model, or every call compiles anew. On the CPU the
             copy also packs the weights for oneDNN, which takes their memory once more and reads them as they are now.
 

@@ -33,12 +33,12 @@ def test_the_compiled_target_gives_the_same_tokens(name):
 
 def test_a_head_path_that_is_not_known_is_refused():
     model = fresh_model()
-    forward = type(model).forward
+    original = type(model).forward
 
     class Shifted(type(model)):
-        @functools.wraps(forward)
+        @functools.wraps(original)
         def forward(self, *args, **kwargs):
-            output = forward(self, *args, **kwargs)
+            output = original(self, *args, **kwargs)
             output.logits = output.logits + 1
             return output
 
