@@ -28,7 +28,9 @@ class SlotLayer(CacheLayerMixin):
         self._owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        capacity = self._owner.capacity
+        # One slot more than is ever handed out: were the buffer exactly as long as the mask in the first compiled pass,
+        # the compiler would take the two lengths for one and compile again when they part.
+        capacity = self._owner.capacity + 1
         # Zeros, not empty: a masked slot still takes part in `0 · value`, and uninitialised memory may hold NaN.
         self.keys = key_states.new_zeros(*key_states.shape[:2], capacity, key_states.shape[-1])
         self.values = value_states.new_zeros(*value_states.shape[:2], capacity, value_states.shape[-1])
