@@ -45,3 +45,17 @@ def test_a_head_path_that_is_not_known_is_refused():
     model.__class__ = Shifted
     with pytest.raises(UnsupportedModel, match="head path"):
         Target(model, compile=True)
+
+
+def test_a_short_and_a_long_text_share_one_compilation():
+    """The cache of a short text must not be as long as its mask, or the compiler takes the two lengths for one."""
+    model = tiny_model()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    target = Target(model, compile=True)
+    for new in (12, 90):
+        expected = reference(model, prompts(), max_new_tokens=new, do_sample=False)
+        for drafter in ("last-branch", "adversary"):
+            ours = treedec.generate(target, prompts(), scripted(expected, drafter), max_new_tokens=new, do_sample=False)
+            assert torch.equal(ours, expected.ids)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
