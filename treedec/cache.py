@@ -108,7 +108,9 @@ class SlotCache(Cache):
         # the visibility bits lists the free ones first, in order, without asking the host.
         near = self.visible[:, : max(self.lengths) + nodes]
         order = torch.argsort(near.to(torch.uint8), dim=1, stable=True)
-        self.slots = order[:, :nodes].contiguous()  # a view would carry the cache's length into the compiled pass
+        self.slots = order[:, :nodes].clone(
+            memory_format=torch.contiguous_format
+        )  # a view would carry the cache's length into the compiled pass
         self.positions.scatter_(1, self.slots, positions)
         used = max(max(self.lengths) + nodes, self.high_water)
         self.high_water = min(-(-used // self.granularity) * self.granularity, self.capacity)
