@@ -11,7 +11,7 @@ of a node were really drawn from, [x]+ = max(x, 0), norm[x] = x / Σx.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,7 +47,9 @@ class TreeView:
         children: children of each node, in the order drawn.
         scores_at: `(node, path) → [V]` float scores after all processors; `path` leads from the root to the node.
         stops_after: `(path, token) → bool`, whether committing `token` after `path` ends the row.
-        draft_at: `node → [V]` q of the node's children, or None where they were chosen deterministically.
+        draft_at: `node → [V]` the distribution that the drawn children of the node were drawn from, or None.
+        drawn: for each node, whether it was drawn from its parent's distribution; the others were chosen
+            deterministically.
         noise_at: `depth → [V]` exponential noise for the token that follows a node of that depth.
         chance: random decisions.
     """
@@ -57,6 +59,7 @@ class TreeView:
     scores_at: Callable[[int, list[int]], Tensor]
     stops_after: Callable[[list[int], int], bool]
     draft_at: Callable[[int], Tensor | None]
+    drawn: list[bool]
     noise_at: Callable[[int], Tensor]
     chance: Chance
 
@@ -84,46 +87,83 @@ class AcceptanceRule(ABC):
         lossless: whether the output keeps the target's own tokens (greedy, coupled) or distribution (residual).
         samples: whether it is for `do_sample=True`.
         drafting: how it wants drafts chosen.
+        whole_tree: whether it scores nodes that may not be committed, which processors with a memory must not see.
     """
 
     name: str
     lossless: bool
     samples: bool
     drafting: Drafting
+    whole_tree: bool = False
 
     @abstractmethod
     def accept(self, view: TreeView) -> Accepted:
         """Choose the path to commit."""
 
 
-class _Walk(AcceptanceRule):
+class Walk(AcceptanceRule):
     """Rules that decide node by node from the root down, so that processors see only the committed prefix."""
 
     def accept(self, view: TreeView) -> Accepted:
-        path = [0]
-        while True:
-            token, child = self.step(view, path)
-            finished = view.stops_after(path, token)  # once per committed token, as in `generate`
-            if child is None or finished:
-                return Accepted(path, token, finished)
-            path.append(child)
+        return walk(
+            self,
+            [view],
+            lambda paths: [view.scores_at(path[-1], path) for path in paths],
+            lambda paths, tokens: [view.stops_after(path, token) for path, token in zip(paths, tokens, strict=True)],
+        )[0]
 
     @abstractmethod
-    def step(self, view: TreeView, path: list[int]) -> tuple[int, int | None]:
-        """The token that follows the last node of `path`, and the child that carries it, if any."""
+    def step(self, view: TreeView, path: list[int], scores: Tensor) -> tuple[int, int | None]:
+        """The token that follows the last node of `path`, and the child that carries it, if any; `scores` is `[V]`."""
 
 
-class Greedy(_Walk):
+def walk(
+    rule: Walk,
+    views: Sequence[TreeView],
+    scores_after: Callable[[list[list[int]]], Sequence[Tensor]],
+    stops_after: Callable[[list[list[int]], list[int]], Sequence[bool]],
+) -> list[Accepted]:
+    """Walk the trees of rows that advance together, one token a step, until one of them leaves its tree.
+
+    Every step asks once for the scores and once whether the rows end, as `generate` does. A row that ends stays as it
+    is (its path no longer grows and its token is meaningless) while the others go on.
+
+    Args:
+        rule: chooses each token.
+        views: one per row.
+        scores_after: `paths → [V]` processed scores after the last node of each path.
+        stops_after: `(paths, tokens) → bool` for each row.
+    """
+    paths = [[0] for _ in views]
+    accepted: list[Accepted | None] = [None] * len(views)
+    while True:
+        going = [row for row, done in enumerate(accepted) if done is None]
+        scores = scores_after(paths)
+        steps = {row: rule.step(views[row], paths[row], scores[row]) for row in going}
+        tokens = [steps[row][0] if row in steps else 0 for row in range(len(views))]
+        finished = stops_after(paths, tokens)  # once per committed token, as in `generate`
+        leaves = any(steps[row][1] is None and not finished[row] for row in going)
+        for row in going:
+            token, child = steps[row]
+            if finished[row] or leaves or child is None:
+                accepted[row] = Accepted(paths[row], token, finished[row])
+            else:
+                paths[row].append(child)
+        if all(done is not None for done in accepted):
+            return [done for done in accepted if done is not None]
+
+
+class Greedy(Walk):
     """Follow the argmax of the processed scores: the tokens of `generate(do_sample=False)`, whatever the tree."""
 
     name, lossless, samples, drafting = "greedy", True, False, Drafting.TOP
 
-    def step(self, view: TreeView, path: list[int]) -> tuple[int, int | None]:
-        token = int(view.scores_at(path[-1], path).argmax())
+    def step(self, view: TreeView, path: list[int], scores: Tensor) -> tuple[int, int | None]:
+        token = int(scores.argmax())
         return token, view.child(path[-1], token)
 
 
-class Coupled(_Walk):
+class Coupled(Walk):
     """Follow y = argmax(p / e) with the noise e that `generate` would use: its very tokens under the same seed.
 
     Losslessness holds by construction and for any tree, because y does not depend on the drafts; the drafter uses the
@@ -133,15 +173,15 @@ class Coupled(_Walk):
 
     name, lossless, samples, drafting = "coupled", True, True, Drafting.COUPLED
 
-    def step(self, view: TreeView, path: list[int]) -> tuple[int, int | None]:
-        p = view.probabilities(path)
+    def step(self, view: TreeView, path: list[int], scores: Tensor) -> tuple[int, int | None]:
+        p = scores.softmax(-1)
         token = int((p / view.noise_at(len(path) - 1)).argmax())
         if not p[token] > 0:  # NaN compares false; `torch.multinomial` would raise here too
             raise ValueError(f"the target's distribution {len(path) - 1} levels below the root has NaN or no support")
         return token, view.child(path[-1], token)
 
 
-class Residual(_Walk):
+class Residual(Walk):
     """Recursive rejection: exactly the target's distribution, for sampled and for deterministic children.
 
     Sampled children (q given), in the order drawn: accept x with probability min(1, p̂(x) / q̂(x)), p̂ and q̂ starting
@@ -156,9 +196,9 @@ class Residual(_Walk):
 
     name, lossless, samples, drafting = "residual", True, True, Drafting.SAMPLED
 
-    def step(self, view: TreeView, path: list[int]) -> tuple[int, int | None]:
+    def step(self, view: TreeView, path: list[int], scores: Tensor) -> tuple[int, int | None]:
         node = path[-1]
-        p, q = view.probabilities(path), view.draft_at(node)
+        p, q = scores.softmax(-1), view.draft_at(node)
         if q is None:
             token = view.chance.sample(p)
             return token, view.child(node, token)

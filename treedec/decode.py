@@ -199,6 +199,7 @@ class Decoder:
             scores_at=scores_at,
             stops_after=lambda path, token: bool(self.request.criteria(prefix(path, token), None)[0]),
             draft_at=lambda node: None if draft.probabilities is None else draft.probabilities[row, node],
+            drawn=_drawn(draft, row, count),
             noise_at=noise_at,
             chance=self.chance,
         )
@@ -226,6 +227,12 @@ class Decoder:
             self.noise.settle(max(rows.lengths) - self.prompt_length)
         drafted = [max(int(count) - 1, 0) for count in tree.counts]
         return Committed(tokens, drafted, list(rows.finished), prefill=cached)
+
+
+def _drawn(draft: Draft, row: int, count: int) -> list[bool]:
+    if draft.probabilities is None or draft.drawn is None:
+        return [draft.probabilities is not None] * count
+    return draft.drawn[row, :count].tolist()
 
 
 def _processed(processors: LogitsProcessorList, ids: Tensor | None, scores: Tensor) -> Tensor:

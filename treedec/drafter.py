@@ -71,12 +71,15 @@ class Draft:
     Attributes:
         tree: the candidates.
         probabilities: `[B, N, V]`: entry `[b, i]` is the distribution from which the children of node `i` were drawn,
-            in order and without replacement. None when children were chosen deterministically: then any tree is
+            in order and without replacement. None when all children were chosen deterministically: then any tree is
             lossless.
+        drawn: `[B, N]` bool, only with `probabilities`: which nodes were drawn from their parent's distribution. The
+            others were chosen deterministically, whatever was drawn. None: all were drawn.
     """
 
     tree: TokenTree
     probabilities: Tensor | None = None
+    drawn: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,11 @@ def view(tree, tables, text, chance, stops_after=lambda path, token: False, nois
         assert path[-1] == node
         return tables.p((*text, *(tree.tokens[above] for above in path[1:]))).log()
 
-    return TreeView(tree.tokens, tree.children, scores_at, stops_after, lambda node: tree.q[node], noise, chance)
+    drawn = [False] * len(tree.tokens)
+    for node, children in enumerate(tree.children):
+        for child in children:
+            drawn[child] = tree.q[node] is not None
+    return TreeView(tree.tokens, tree.children, scores_at, stops_after, lambda node: tree.q[node], drawn, noise, chance)
 
 
 def committed(tree, accepted):
@@ -229,9 +233,9 @@ def test_residual_with_every_token_drafted_still_commits_the_target_distribution
 class RemovesBeforeSubtracting(Residual):
     """Off by one: subtracts the q that the *next* sibling is drawn from."""
 
-    def step(self, view, path):
+    def step(self, view, path, scores):
         node = path[-1]
-        p, q = view.probabilities(path), view.draft_at(node)
+        p, q = scores.softmax(-1), view.draft_at(node)
         for child in view.children[node]:
             token = view.tokens[child]
             if view.chance.accept(p[token] / q[token]):
