@@ -30,9 +30,9 @@ from torch import Tensor
 
 import treedec
 from treedec.cli import DeviceOption, Dtype, TargetOption, load, run_app
-from treedec.decode import DecodingStats
 from treedec.demo import first_difference
 from treedec.models import encode_chat
+from treedec.stats import DecodingStats
 
 _NAME = "python -m treedec.benchmarks.compare"
 _REFERENCE = "hf"  # what the other methods' tokens are compared with

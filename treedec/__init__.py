@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from treedec.acceptance import AcceptanceRule as AcceptanceRule
     from treedec.api import TreeDecoderOutput as TreeDecoderOutput
+    from treedec.api import custom_generate as custom_generate
     from treedec.api import generate as generate
     from treedec.api import stream as stream
     from treedec.decode import Committed as Committed
-    from treedec.decode import DecodingStats as DecodingStats
     from treedec.drafter import Draft as Draft
     from treedec.drafter import Drafter as Drafter
     from treedec.drafter import Drafting as Drafting
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from treedec.heads import NgramDrafter as NgramDrafter
     from treedec.heads import load_drafter as load_drafter
     from treedec.models import load_target as load_target
+    from treedec.stats import DecodingStats as DecodingStats
     from treedec.target import Target as Target
     from treedec.target import UnsupportedModel as UnsupportedModel
     from treedec.tree import TokenTree as TokenTree
@@ -39,7 +40,7 @@ _HOMES = {
     "AcceptanceRule": "acceptance",
     "BestFirst": "growth",
     "Committed": "decode",
-    "DecodingStats": "decode",
+    "DecodingStats": "stats",
     "DraftModelDrafter": "heads",
     "Draft": "drafter",
     "DraftSession": "drafter",
@@ -56,6 +57,7 @@ _HOMES = {
     "TreeDecoderOutput": "api",
     "TreeError": "tree",
     "UnsupportedModel": "target",
+    "custom_generate": "api",
     "generate": "api",
     "load_drafter": "heads",
     "load_target": "models",

@@ -125,6 +125,13 @@ class SlotCache(Cache):
         self.visible.scatter_(1, self.slots[:, : accepted.shape[1]], accepted.to(self.visible.device))
         self.lengths = [length + count for length, count in zip(self.lengths, accepted.sum(1).tolist(), strict=True)]
 
+    def erase(self) -> None:
+        """Zero the slots of the pass in flight, so that what it wrote has no part in any later one."""
+        for layer in self.layers:
+            states = cast(SlotLayer, layer)
+            states.keys[self.rows, :, self.slots] = 0
+            states.values[self.rows, :, self.slots] = 0
+
     def rollback(self, lengths: list[int]) -> None:
         """Hide committed tokens at positions `>= lengths[b]` (for drafters that drafted past what was accepted)."""
         limits = torch.tensor(lengths, device=self.visible.device)[:, None]

@@ -13,34 +13,24 @@ import torch
 from torch import Tensor
 
 
-def _default_generator_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_default_generator_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
 class ExponentialNoise:
     """The noise of `model.generate(do_sample=True)`: one `[B, V]` draw per generated position, in order.
 
-    It is drawn ahead of time from a copy of the default generator, whose own state changes only in `settle`. Used as a
-    function of the position, it is the same for every drafter, every tree and none.
+    It is drawn ahead of time from a copy of the generator, whose own state changes only in `settle`. Used as a function
+    of the position, it is the same for every drafter, every tree and none.
 
     Args:
         batch, vocab_size: shape of the probabilities that `generate` would hand to `torch.multinomial`.
-        device: device of those probabilities; its default generator is the one that `torch.manual_seed` seeds.
+        device: device of those probabilities.
+        generator: where the noise comes from; by default the device's own generator, which `torch.manual_seed` seeds.
     """
 
-    def __init__(self, batch: int, vocab_size: int, device: torch.device):
-        self._shape, self._device = (batch, vocab_size), device
+    def __init__(self, batch: int, vocab_size: int, device: torch.device, generator: torch.Generator | None = None):
+        self._shape, self._device, self._source = (batch, vocab_size), device, generator
         self._generator = torch.Generator(device)
         self._drawn: dict[int, Tensor] = {}
         self._left_at = 0
-        self._states = {0: _default_generator_state(device)}  # the generator before a position is drawn
+        self._states = {0: self._source_state()}  # the generator before a position is drawn
         self._generator.set_state(self._states[0])
 
     def at(self, step: int) -> Tensor:
@@ -59,18 +49,31 @@ class ExponentialNoise:
         self._drawn = {step: noise for step, noise in self._drawn.items() if step >= before}
 
     def settle(self, steps: int) -> None:
-        """Leave the default generator where `generate` would have left it after `steps` positions."""
+        """Leave the generator where `generate` would have left it after `steps` positions."""
         self._left_at = steps
         self._states = {step: state for step, state in self._states.items() if step >= steps}
-        _set_default_generator_state(self._device, self._states[steps])
+        state = self._states[steps]
+        if self._source is not None:
+            self._source.set_state(state)
+        elif self._device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(self._device).set_rng_state(state, self._device)
 
     def follow(self) -> None:
-        """Take up what happened to the default generator since `settle`: a new seed, or draws of somebody else."""
-        state = _default_generator_state(self._device)
+        """Take up what happened to the generator since `settle`: a new seed, or draws of somebody else."""
+        state = self._source_state()
         if not torch.equal(state, self._states[self._left_at]):
             self._generator.set_state(state)
             self._states = {self._left_at: state}
             self._drawn = {step: noise for step, noise in self._drawn.items() if step < self._left_at}
+
+    def _source_state(self) -> Tensor:
+        if self._source is not None:
+            return self._source.get_state()
+        if self._device.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(self._device).get_rng_state(self._device)
 
 
 class Chance(Protocol):
@@ -86,10 +89,14 @@ class Chance(Protocol):
 
 
 class TorchChance:
-    """`Chance` from the default generator of the tensors' device, so that `torch.manual_seed` governs it."""
+    """`Chance` from a generator; by default that of the tensors' device, so that `torch.manual_seed` governs it."""
+
+    def __init__(self, generator: torch.Generator | None = None):
+        self._generator = generator
 
     def accept(self, probability: Tensor) -> bool:
-        return bool(torch.rand((), dtype=torch.float64, device=probability.device) < probability)
+        drawn = torch.rand((), dtype=torch.float64, device=probability.device, generator=self._generator)
+        return bool(drawn < probability)
 
     def sample(self, probabilities: Tensor) -> int:
-        return int(torch.multinomial(probabilities, 1))
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))

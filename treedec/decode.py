@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from treedec.acceptance import AcceptanceRule, Accepted, TreeView
+from treedec.acceptance import AcceptanceRule, Accepted, TreeView, Walk, walk
 from treedec.cache import SlotCache
 from treedec.chance import Chance, ExponentialNoise, TorchChance
 from treedec.drafter import Draft, Drafter, Drafting, DraftState, Outcome
@@ -30,9 +30,19 @@ class Request:
         input_ids: `[B, L]` prompt, left-padded.
         attention_mask: `[B, L]`, 0 where padded.
         max_length: L plus the most new tokens.
-        processors: of each row; run on `([1, t], [1, V] float32)` once per committed token, as `generate` does.
+        processors: of each row, run on `([1, t], [1, V] float32)` once per committed token, as `generate` does; or
+            one list for all of them, see `together`.
         warpers: those processors that do not look at the prefix; they shape drafts.
         criteria: checked on every committed prefix.
+        together: whether processors and criteria get the whole batch, step by step, exactly as from `generate`. All
+            rows then commit equally many tokens a pass.
+        rows_end: whether a row whose criteria are met ends, or goes on until those of all rows are.
+        pad: the id that fills ended rows; None only if rows do not end.
+        foreign: names of processors and criteria that treedec knows nothing about.
+        keep_scores, keep_logits: whether blocks carry the processed scores and the raw logits of their tokens.
+        repairs_logits: whether a processor mends NaN and infinite logits, which are an error otherwise.
+        generator: source of random numbers; None for the default generator of the model's device.
+        chunk: most tokens of the prompt in one pass; None for the target's own.
     """
 
     input_ids: Tensor
@@ -41,6 +51,15 @@ class Request:
     processors: list[LogitsProcessorList]
     warpers: LogitsProcessorList
     criteria: StoppingCriteriaList
+    together: bool = False
+    rows_end: bool = True
+    pad: int | None = None
+    foreign: list[str] = field(default_factory=list)
+    keep_scores: bool = False
+    keep_logits: bool = False
+    repairs_logits: bool = False
+    generator: torch.Generator | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,22 +71,30 @@ class Committed:
         drafted: candidates that were proposed to each row.
         finished: rows that are complete after this block.
         prefill: this block came from the pass over the prompt, which every way of decoding needs.
+        scores: if asked for, `[V]` float32 scores after all processors, one for each of `tokens`.
+        logits: if asked for, `[V]` float32 raw logits, one for each of `tokens`.
     """
 
     tokens: list[list[int]]
     drafted: list[int]
     finished: list[bool]
     prefill: bool = False
+    scores: list[list[Tensor]] | None = None
+    logits: list[list[Tensor]] | None = None
 
 
 @dataclass
 class _Rows:
-    """The growing output of a batch; row `b` holds `ids[b, : lengths[b]]`, padding of the prompt included."""
+    """The growing output of a batch; row `b` holds `ids[b, : lengths[b]]`, padding of the prompt included.
+
+    `stopped` rows have met their criteria; unless rows end one by one, they go on until all have.
+    """
 
     ids: Tensor  # [B, max_length] int64
     padding: list[int]
     lengths: list[int]
     finished: list[bool]
+    stopped: list[bool]
     texts: list[list[int]] = field(default_factory=list)
 
     def append(self, row: int, tokens: list[int]) -> None:
@@ -93,10 +120,13 @@ class Decoder:
         ids[:, :length] = request.input_ids
         real = request.attention_mask.bool()
         texts = [row[mask].tolist() for row, mask in zip(request.input_ids, real, strict=True)]
-        self.rows = _Rows(ids, (~real).sum(1).tolist(), [length] * batch, [False] * batch, texts)
+        self.rows = _Rows(ids, (~real).sum(1).tolist(), [length] * batch, [False] * batch, [False] * batch, texts)
         self.prompt_length = length
-        self.chance: Chance = TorchChance()
+        self.chance: Chance = TorchChance(request.generator)
         self.noise: ExponentialNoise | None = None
+        self.steps_drawn = 0  # positions whose noise has decided a token
+        self.scores: list[dict[int, Tensor]] = [{} for _ in range(batch)]  # of each row's nodes in this round
+        self.history: tuple[Tensor, ...] = ()  # `[B, V]` scores of every step, for criteria that get the whole batch
         capacity = request.max_length + drafter.max_nodes
         self.cache: SlotCache = target.allocate(batch, capacity)
         self.session = drafter.start(target, batch, capacity)
@@ -106,10 +136,12 @@ class Decoder:
         """Yield committed blocks until every row is finished."""
         if self.rule.drafting is Drafting.COUPLED:
             # Not before the first block is asked for: the seed may be set until then.
-            self.noise = ExponentialNoise(len(self.rows.lengths), self.target.vocab_size, self.target.device)
-        verified = self.target.prefill(self.cache, self.request.input_ids, self.request.attention_mask)
+            batch, vocab_size = len(self.rows.lengths), self.target.vocab_size
+            self.noise = ExponentialNoise(batch, vocab_size, self.target.device, self.request.generator)
+        chunk = {} if self.request.chunk is None else {"chunk": self.request.chunk}
+        verified = self.target.prefill(self.cache, self.request.input_ids, self.request.attention_mask, **chunk)
         draft = Draft(self._roots())
-        yield self._commit(draft, self._accept(draft, verified), cached=True)
+        yield self._commit(draft, verified, self._accept(draft, verified), cached=True)
         hidden = verified.hidden[:, -1]
         while not all(self.rows.finished):
             if self.noise is not None:
@@ -119,28 +151,40 @@ class Decoder:
             draft.tree.validate(self.target.vocab_size, state.room)
             draft.tree.check_roots([None if text is None else text[-1] for text in state.texts])
             verified = self.target.verify(self.cache, draft.tree)
+            if draft.tree.width > 1 and draft.probabilities is None and not bool(verified.hidden.isfinite().all()):
+                # A drafted token that overflows would spoil its whole row, and later passes too: a masked value still
+                # takes part in `0 · value`. Dropping a tree that was drawn for what it holds would bias the others.
+                self.cache.erase()
+                draft = Draft(self._roots())
+                verified = self.target.verify(self.cache, draft.tree)
             accepted = self._accept(draft, verified)
             last = torch.tensor([0 if path is None else path.nodes[-1] for path in accepted])
             hidden = verified.hidden[torch.arange(len(accepted)), last]
-            yield self._commit(draft, accepted)
+            yield self._commit(draft, verified, accepted)
 
     def _roots(self) -> TokenTree:
         return TokenTree.chains(
             [[] if done else text[-1:] for text, done in zip(self.rows.texts, self.rows.finished, strict=True)]
         )
 
+    def _room(self, row: int) -> int:
+        """Levels below the root that the length cap and the model's positions leave to a row."""
+        if self.rows.finished[row]:
+            return 0
+        room, limit = self.request.max_length - self.rows.lengths[row] - 1, self.target.max_positions
+        if limit is None:
+            return room
+        after_root = self.rows.lengths[row] - self.rows.padding[row]
+        if after_root > limit:
+            raise ValueError(f"row {row} has reached the last of the model's {limit} positions: ask for fewer tokens")
+        return min(room, limit - after_root)
+
     def _state(self, hidden: Tensor) -> DraftState:
-        rows, limit = self.rows, self.target.max_positions
-        room = []
-        for length, padding, done in zip(rows.lengths, rows.padding, rows.finished, strict=True):
-            left = self.request.max_length - length - 1
-            if limit is not None:
-                left = min(left, limit - (length - padding))
-            room.append(0 if done else max(left, 0))
+        rows = self.rows
         return DraftState(
             texts=[None if done else text for text, done in zip(rows.texts, rows.finished, strict=True)],
             hidden=hidden,
-            room=room,
+            room=[self._room(row) for row in range(len(rows.lengths))],
             budget=self.cache.free,
             drafting=self.rule.drafting,
             shape=self._shape,
@@ -165,10 +209,21 @@ class Decoder:
         return torch.stack([self.noise.at(step)[row] for row, step in enumerate(steps)])
 
     def _accept(self, draft: Draft, verified: Verified) -> list[Accepted | None]:
-        return [
-            None if done else self.rule.accept(self._view(row, draft, verified.logits[row]))
-            for row, done in enumerate(self.rows.finished)
-        ]
+        self.scores = [{} for _ in self.rows.finished]
+        going = [row for row, done in enumerate(self.rows.finished) if not done]
+        views = [self._view(row, draft, verified.logits[row]) for row in going]
+        try:
+            if self.request.together and isinstance(self.rule, Walk):
+                step = _Lockstep(self, going, verified.logits)
+                accepted = walk(self.rule, views, step.scores_after, step.stops_after)
+            else:
+                accepted = [self.rule.accept(view) for view in views]
+        except Exception:
+            if self.noise is not None:  # `generate` would have drawn for the tokens up to here
+                self.noise.settle(self.steps_drawn)
+            raise
+        paths = dict(zip(going, accepted, strict=True))
+        return [paths.get(row) for row in range(len(self.rows.finished))]
 
     def _view(self, row: int, draft: Draft, logits: Tensor) -> TreeView:
         """One row of a verified tree; `logits` is `[N, V]`."""
@@ -184,13 +239,14 @@ class Decoder:
             return self.rows.ids[row : row + 1, : length + len(extra)]
 
         def scores_at(node: int, path: list[int]) -> Tensor:
-            # float32 whatever the model's dtype, as in `generate`; the copy lets processors write in place.
-            scores = logits[node : node + 1].to(dtype=torch.float32, copy=True)
+            scores = self.raw_scores(logits[node : node + 1], row, new + len(path) - 1)
             processors = self.request.processors[row]
-            return _processed(processors, prefix(path), scores)[0] if processors else scores[0]
+            self.scores[row][node] = _processed(processors, prefix(path), scores)[0] if processors else scores[0]
+            return self.scores[row][node]
 
         def noise_at(depth: int) -> Tensor:
             assert self.noise is not None  # rules that read it draft COUPLED
+            self.steps_drawn = max(self.steps_drawn, new + depth + 1)
             return self.noise.at(new + depth)[row]
 
         return TreeView(
@@ -204,7 +260,24 @@ class Decoder:
             chance=self.chance,
         )
 
-    def _commit(self, draft: Draft, accepted: list[Accepted | None], cached: bool = False) -> Committed:
+    def raw_scores(self, logits: Tensor, row: int, step: int) -> Tensor:
+        """`[1, V]` logits in float32 whatever the model's dtype, as in `generate`; a copy, for processors to write on.
+
+        Raises:
+            ValueError: NaN or infinite logits (single tokens may be ruled out by minus infinity).
+        """
+        scores = logits.to(dtype=torch.float32, copy=True)
+        # The largest is NaN if any is; it is minus infinity only if all are.
+        if not self.request.repairs_logits and not bool(scores.max().isfinite()):
+            raise ValueError(
+                f"row {row}, step {step}: the model's logits are NaN or infinite, so no token can be chosen; check its "
+                "weights and dtype (float16 overflows easily), or give remove_invalid_values=True"
+            )
+        return scores
+
+    def _commit(
+        self, draft: Draft, verified: Verified, accepted: list[Accepted | None], cached: bool = False
+    ) -> Committed:
         """Append accepted tokens, make their slots visible (unless the prefill already did) and tell the drafter."""
         rows, tree = self.rows, draft.tree
         kept = torch.zeros(tree.tokens.shape, dtype=torch.bool)
@@ -226,7 +299,61 @@ class Decoder:
             # After every block, so that an iterator that is abandoned has nothing left to put right.
             self.noise.settle(max(rows.lengths) - self.prompt_length)
         drafted = [max(int(count) - 1, 0) for count in tree.counts]
-        return Committed(tokens, drafted, list(rows.finished), prefill=cached)
+        nodes = [[] if path is None else path.nodes for path in accepted]
+        keep_scores, keep_logits = self.request.keep_scores, self.request.keep_logits
+        return Committed(
+            tokens,
+            drafted,
+            list(rows.finished),
+            prefill=cached,
+            scores=[[self.scores[row][node] for node in path] for row, path in enumerate(nodes)]
+            if keep_scores
+            else None,
+            logits=[list(verified.logits[row, path].float()) for row, path in enumerate(nodes)]
+            if keep_logits
+            else None,
+        )
+
+
+class _Lockstep:
+    """The walk of a batch whose rows advance together: processors and criteria get exactly the calls of `generate`.
+
+    Args:
+        decoder: whose rows they are; all unfinished ones have the same length.
+        going: the unfinished rows.
+        logits: `[B, N, V]` of the verified trees.
+    """
+
+    def __init__(self, decoder: Decoder, going: list[int], logits: Tensor):
+        self._decoder, self._request, self._rows = decoder, decoder.request, decoder.rows
+        self._going, self._logits = going, logits
+        self._length = self._rows.lengths[going[0]]
+
+    def scores_after(self, paths: list[list[int]]) -> list[Tensor]:
+        step = self._length - self._decoder.prompt_length
+        scores = self._logits.new_zeros(self._logits.shape[0], self._logits.shape[2], dtype=torch.float32)
+        for row, path in zip(self._going, paths, strict=True):
+            if not self._ended(row):
+                scores[row] = self._decoder.raw_scores(self._logits[row, path[-1] : path[-1] + 1], row, step)[0]
+        scores = _processed(self._request.processors[0], self._rows.ids[:, : self._length], scores)
+        for row, path in zip(self._going, paths, strict=True):
+            self._decoder.scores[row][path[-1]] = scores[row]
+        if self._request.keep_scores:
+            self._decoder.history += (scores,)
+        return [scores[row] for row in self._going]
+
+    def stops_after(self, paths: list[list[int]], tokens: list[int]) -> list[bool]:
+        rows, chosen = self._rows, dict(zip(self._going, tokens, strict=True))
+        column = [self._request.pad if self._ended(row) else chosen[row] for row in range(len(rows.lengths))]
+        rows.ids[:, self._length] = torch.tensor(column)
+        self._length += 1
+        history = self._decoder.history if self._request.keep_scores else None
+        verdict = self._request.criteria(rows.ids[:, : self._length], history).tolist()
+        rows.stopped = [before or now for before, now in zip(rows.stopped, verdict, strict=True)]
+        return [self._ended(row) for row in self._going]
+
+    def _ended(self, row: int) -> bool:
+        return self._rows.stopped[row] if self._request.rows_end else all(self._rows.stopped)
 
 
 def _drawn(draft: Draft, row: int, count: int) -> list[bool]:
@@ -241,54 +368,3 @@ def _processed(processors: LogitsProcessorList, ids: Tensor | None, scores: Tens
     transformers declares `ids` a `LongTensor`, which no tensor is to a type checker.
     """
     return processors(cast(torch.LongTensor, ids), scores)
-
-
-@dataclass
-class DecodingStats:
-    """Counts over committed blocks.
-
-    Attributes:
-        target_passes: forward passes of the target after the prefill.
-        new_tokens: generated tokens, all rows together, the prefill's own included.
-        drafted_tokens: candidates proposed.
-        row_passes: passes summed over the rows that were unfinished in them.
-        accepted_lengths: histogram: how often a row committed 1, 2, … tokens in a pass; its counts sum to `row_passes`.
-    """
-
-    target_passes: int = 0
-    new_tokens: int = 0
-    drafted_tokens: int = 0
-    row_passes: int = 0
-    accepted_lengths: dict[int, int] = field(default_factory=dict)
-
-    def count(self, block: Committed) -> None:
-        self.new_tokens += sum(len(tokens) for tokens in block.tokens)
-        self.drafted_tokens += sum(block.drafted)
-        if not block.prefill:
-            self.target_passes += 1
-            for tokens in block.tokens:
-                if tokens:
-                    self.row_passes += 1
-                    self.accepted_lengths[len(tokens)] = self.accepted_lengths.get(len(tokens), 0) + 1
-
-    @classmethod
-    def merged(cls, parts: list[DecodingStats]) -> DecodingStats:
-        """The counts of several generations together; their ratios are then pooled, not means of means."""
-        total = cls()
-        for part in parts:
-            total.target_passes += part.target_passes
-            total.new_tokens += part.new_tokens
-            total.drafted_tokens += part.drafted_tokens
-            total.row_passes += part.row_passes
-            for length, times in part.accepted_lengths.items():
-                total.accepted_lengths[length] = total.accepted_lengths.get(length, 0) + times
-        return total
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """Tokens a row commits per target pass after the prefill (exactly 1 for plain decoding; 0 before any pass).
-
-        The first token, which the prefill yields, belongs to no such pass and is left out.
-        """
-        committed = sum(length * times for length, times in self.accepted_lengths.items())
-        return committed / self.row_passes if self.row_passes else 0.0

@@ -18,9 +18,9 @@ from rich.table import Table
 from torch import Tensor
 
 from treedec.api import generate
-from treedec.decode import DecodingStats
 from treedec.drafter import Drafter
 from treedec.models import DEMO, encode_chat, load_target
+from treedec.stats import DecodingStats
 from treedec.target import Target
 
 PROMPTS = {

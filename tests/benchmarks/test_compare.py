@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from treedec.benchmarks import compare
 from treedec.benchmarks.compare import Row, pooled, read_methods, read_prompts
-from treedec.decode import DecodingStats
 from treedec.demo import first_difference
+from treedec.stats import DecodingStats
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 

@@ -24,7 +24,6 @@ from transformers import (
     LogitsProcessor,
     PreTrainedTokenizerFast,
     StoppingCriteria,
-    TextStreamer,
 )
 
 import treedec
@@ -141,7 +140,7 @@ def test_a_tree_that_does_not_begin_with_the_last_committed_token_is_refused(row
         ({"cache_implementation": "static"}, "cache_implementation does not apply"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
         ({"generation_config": GenerationConfig(guidance_scale=1.5, max_new_tokens=3)}, "guidance_scale"),
-        ({"output_scores": True}, "output_scores=True is not supported"),
+        ({"output_attentions": True}, "output_attentions=True is not supported"),
         ({"assistant_model": tiny_model()}, "DraftModelDrafter"),
         ({"negative_prompt_ids": prompts()}, "negative_prompt_ids"),
     ],
@@ -174,17 +173,6 @@ def test_prefix_allowed_tokens_fn_gets_the_index_of_the_prompt():
     drafter = uneven(expected, mask.repeat_interleave(2, dim=0))
     torch.manual_seed(7)
     assert torch.equal(treedec.generate(model, ids, drafter, **arguments), expected.ids)
-
-
-def test_a_criterion_that_ends_single_rows_needs_an_eos_in_a_batch():
-    with pytest.raises(ValueError, match="EndsAt can end single rows of a batch only if there is an eos_token_id"):
-        treedec.generate(tiny_model(), prompts(2), max_new_tokens=9, stopping_criteria=[EndsAt(5, 0)])
-    model, ids = tiny_model(), prompts(2)
-    arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": VOCAB - 1, "pad_token_id": 0}
-    plain = reference(model, ids, **arguments)
-    stopping = {"stopping_criteria": [EndsAt(plain.new[0][3], 0)], **arguments}
-    expected = reference(model, ids, **stopping)
-    assert torch.equal(treedec.generate(model, ids, uneven(plain), **stopping), expected.ids)
 
 
 class Nothing(LogitsProcessor):
@@ -227,32 +215,6 @@ def test_a02_stop_strings_end_the_text_where_generate_ends_it(where, decoding):
         assert torch.equal(ours, expected.ids)
     with pytest.raises(ValueError, match="stop_strings need the tokenizer"):
         treedec.generate(model, prompts(), **arguments)
-
-
-class Recorder(TextStreamer):
-    def __init__(self):
-        self.given, self.ends = [], 0
-
-    def put(self, value):
-        self.given += value.flatten().tolist()
-
-    def end(self):
-        self.ends += 1
-
-
-def test_a19_a_streamer_gets_the_prompt_and_every_token_once():
-    model = tiny_model()
-    expected = reference(model, prompts(), max_new_tokens=NEW, do_sample=False)
-    streamer = Recorder()
-    treedec.generate(
-        model, prompts(), scripted(expected, "oracle"), streamer=streamer, max_new_tokens=NEW, do_sample=False
-    )
-    assert streamer.given == expected.ids[0].tolist()
-    assert streamer.ends == 1
-    with pytest.raises(ValueError, match="a streamer takes one sequence"):
-        treedec.generate(model, prompts(), streamer=Recorder(), num_return_sequences=2, **SAMPLED)
-    with pytest.raises(ValueError, match="streamer goes with generate"):
-        treedec.stream(model, prompts(), streamer=Recorder(), max_new_tokens=2)
 
 
 def test_a16_models_whose_attention_does_not_go_by_position_are_refused():
