@@ -257,7 +257,8 @@ def check_prompt(target: Target, input_ids: Tensor) -> None:
         raise ValueError(f"input_ids must be integers (int64), not {input_ids.dtype}")
     if input_ids.device != target.device:
         raise ValueError(f"input_ids are on {input_ids.device} and the model is on {target.device}: move them there")
-    known = target.model.get_input_embeddings().weight.shape[0]  # may be more than the LM head can predict
+    # May be more than the LM head can predict.
+    known = cast(Tensor, target.model.get_input_embeddings().weight).shape[0]
     lowest, highest = int(input_ids.min()), int(input_ids.max())
     if lowest < 0 or highest >= known:
         wrong = lowest if lowest < 0 else highest
