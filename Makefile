@@ -23,7 +23,7 @@ help:
 	@echo "make test         the quick tests, with the newest supported transformers; one of them decodes with the demo"
 	@echo "                  target, which is converted once into the cache folder that make demo uses (540 MB)"
 	@echo "make test-oldest  the same tests, with the oldest supported transformers"
-	@echo "make test-slow    the tests that compile passes or draw very many samples"
+	@echo "make test-slow    the tests that compile passes, draw very many samples or run every architecture"
 	@echo "make lint         ruff and mypy"
 	@echo "make venv         only create the environment"
 	@echo "make clean        remove environments and build products"

@@ -35,6 +35,36 @@ _ROPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+_NO_GROUPS = {key: value for key, value in _ROPE.items() if key != "num_key_value_heads"}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_MIXED = {"head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED_EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_SHARING = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}
+_ENCODER = _NO_GROUPS | {"is_decoder": True, "pad_token_id": 0}
 # Configuration class, its own arguments, and the attention backend that the architecture needs.
 _ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("LlamaConfig", _ROPE, "sdpa"),
@@ -46,11 +76,88 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"head_dim": 8, "sliding_window": WINDOW, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0},
         "eager",
     ),
-    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}, "sdpa"),
-    "gpt_neox": ("GPTNeoXConfig", {k: v for k, v in _ROPE.items() if k != "num_key_value_heads"}, "sdpa"),
+    "gpt2": ("GPT2Config", _GPT, "sdpa"),
+    "gpt_neox": ("GPTNeoXConfig", _NO_GROUPS, "sdpa"),
     "phi3": ("Phi3Config", _ROPE, "sdpa"),
+    # The rest is for tests/engine/test_architectures.py.
+    "apertus": ("ApertusConfig", _ROPE, "sdpa"),
+    "arcee": ("ArceeConfig", _ROPE, "sdpa"),
+    "bert": ("BertConfig", _ENCODER, "sdpa"),
+    "biogpt": ("BioGptConfig", _NO_GROUPS, "sdpa"),
+    "codegen": ("CodeGenConfig", _GPT | {"rotary_dim": 8}, "eager"),
+    "cohere": ("CohereConfig", _ROPE, "sdpa"),
+    "cohere2": ("Cohere2Config", _ROPE | _MIXED, "sdpa"),
+    "deepseek_v2": ("DeepseekV2Config", _ROPE | _ROUTED_EXPERTS | _LATENT, "sdpa"),
+    "deepseek_v3": ("DeepseekV3Config", _ROPE | _ROUTED_EXPERTS | _LATENT, "sdpa"),
+    "diffllama": ("DiffLlamaConfig", _ROPE, "sdpa"),
+    "dory": (  # runs its middle layers three times
+        "DoryConfig",
+        _ROPE
+        | _MIXED
+        | {"num_hidden_layers": 4, "layer_types": _MIXED["layer_types"] * 2}
+        | {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1, "n_recurrent_loops": 3},
+        "sdpa",
+    ),
+    "ernie4_5": ("Ernie4_5Config", _ROPE | {"head_dim": 8}, "sdpa"),
+    "exaone4": ("Exaone4Config", _ROPE | _MIXED, "sdpa"),
+    "falcon": ("FalconConfig", _NO_GROUPS | {"alibi": False}, "sdpa"),
+    "gemma": ("GemmaConfig", _ROPE | {"head_dim": 8}, "sdpa"),
+    "gemma3_text": ("Gemma3TextConfig", _ROPE | _MIXED, "sdpa"),
+    "gemma3n_text": (  # its last two layers read the keys and values of earlier ones
+        "Gemma3nTextConfig",
+        _ROPE | _MIXED | _SHARING | {"altup_num_inputs": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 6},
+        "sdpa",
+    ),
+    "gemma4_text": ("Gemma4TextConfig", _ROPE | _MIXED | _SHARING | {"global_head_dim": 8}, "sdpa"),
+    "glm4": ("Glm4Config", _ROPE | {"head_dim": 8}, "sdpa"),
+    "glm4_moe": ("Glm4MoeConfig", _ROPE | _ROUTED_EXPERTS | {"head_dim": 8}, "sdpa"),
+    "gpt_bigcode": ("GPTBigCodeConfig", _GPT, "sdpa"),
+    "gpt_oss": ("GptOssConfig", _ROPE | _LOCAL_EXPERTS | _MIXED, "eager"),
+    "gptj": ("GPTJConfig", _GPT | {"rotary_dim": 8}, "eager"),
+    "granite": ("GraniteConfig", _ROPE | {"logits_scaling": 4.0}, "sdpa"),
+    "granitemoe": ("GraniteMoeConfig", _ROPE | _LOCAL_EXPERTS, "sdpa"),
+    "helium": ("HeliumConfig", _ROPE | {"head_dim": 8}, "sdpa"),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", _ROPE | {"head_dim": 8}, "sdpa"),
+    "longcat_flash": (  # two attentions in every layer
+        "LongcatFlashConfig",
+        {key: value for key, value in _ROPE.items() if key not in ("intermediate_size", "num_hidden_layers")}
+        | _LATENT
+        | {"num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "head_dim": 8}
+        | {"n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2},
+        "sdpa",
+    ),
+    "mixtral": ("MixtralConfig", _ROPE | _LOCAL_EXPERTS | {"sliding_window": WINDOW}, "sdpa"),
+    "modernbert-decoder": (
+        "ModernBertDecoderConfig",
+        _NO_GROUPS
+        | {"local_attention": 2 * WINDOW, "layer_types": _MIXED["layer_types"]}
+        | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+        "sdpa",
+    ),
+    "nemotron": ("NemotronConfig", _ROPE | {"head_dim": 8}, "sdpa"),
+    "olmo": ("OlmoConfig", _ROPE, "sdpa"),
+    "olmo2": ("Olmo2Config", _ROPE, "sdpa"),
+    "olmo3": ("Olmo3Config", _ROPE | {k: v for k, v in _MIXED.items() if k != "head_dim"}, "sdpa"),
+    "olmoe": ("OlmoeConfig", _ROPE | {"num_experts": 4, "num_experts_per_tok": 2}, "sdpa"),
+    "opt": ("OPTConfig", _NO_GROUPS | {"ffn_dim": 64, "word_embed_proj_dim": 32}, "sdpa"),
+    "persimmon": ("PersimmonConfig", _NO_GROUPS, "sdpa"),
+    "phi": ("PhiConfig", _ROPE, "sdpa"),
+    "phimoe": ("PhimoeConfig", _ROPE | _LOCAL_EXPERTS | {"sliding_window": WINDOW}, "sdpa"),
+    "qwen2": ("Qwen2Config", _ROPE, "sdpa"),
+    "qwen2_moe": ("Qwen2MoeConfig", _ROPE | _EXPERTS | {"shared_expert_intermediate_size": 16}, "sdpa"),
+    "qwen3_moe": ("Qwen3MoeConfig", _ROPE | _EXPERTS | {"head_dim": 8}, "sdpa"),
+    "roberta": ("RobertaConfig", _ENCODER, "sdpa"),
+    "seed_oss": ("SeedOssConfig", _ROPE | {"head_dim": 8}, "sdpa"),
+    "smollm3": ("SmolLM3Config", _ROPE, "sdpa"),
+    "stablelm": ("StableLmConfig", _ROPE, "sdpa"),
+    "starcoder2": ("Starcoder2Config", _ROPE | {"sliding_window": WINDOW}, "sdpa"),
+    "vaultgemma": ("VaultGemmaConfig", _ROPE | _MIXED, "eager"),
+    "xglm": ("XGLMConfig", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}, "eager"),
 }
-ARCHITECTURES = tuple(_ARCHITECTURES)
+#: Those that most tests run on.
+ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_neox", "phi3")
+#: All that the installed transformers has.
+ALL_ARCHITECTURES = tuple(name for name, (kind, _, _) in _ARCHITECTURES.items() if hasattr(transformers, kind))
 
 #: Ways to decode: arguments of `generate`. `top_k=0` switches off the default top-50.
 DECODING: dict[str, dict[str, Any]] = {
@@ -71,6 +178,7 @@ def fresh_model(
     kind, arguments, backend = _ARCHITECTURES[name]
     configuration = getattr(transformers, kind)(**(_COMMON | arguments | config))
     configuration._attn_implementation = attention or backend
+    configuration._experts_implementation = "eager"  # the grouped product does not exist in float64
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = (

@@ -139,7 +139,7 @@ def capture_features(
     if model.training:
         raise ValueError("the target is in training mode, where dropout would blur its states; call model.eval() first")
     target = Target(model)
-    layout = _lay_out(data, target.vocab_size, target.max_positions)
+    layout = _lay_out(data, target.vocab_size, target.context_length)
     identity = _identity(model, data, layout.rows)
     folder.mkdir(parents=True, exist_ok=True)
     _claim(folder, identity, overwrite)
@@ -203,7 +203,7 @@ def draft_vocabulary(tokens: Tensor, vocab_size: int, size: int, always: tuple[i
     return torch.argsort(counts, descending=True, stable=True)[:size].sort().values
 
 
-def _lay_out(data: Path, vocab_size: int, max_positions: int | None) -> _Layout:
+def _lay_out(data: Path, vocab_size: int, context_length: int | None) -> _Layout:
     """Read the data file and decide which row of the features holds what."""
     tokens, offsets, spans = [], [0], []
     for number, sample in enumerate(read_samples(data), 1):
@@ -213,9 +213,9 @@ def _lay_out(data: Path, vocab_size: int, max_positions: int | None) -> _Layout:
                 f"{data}, line {number}: token ids must be in [0, {vocab_size}); was the file made with another "
                 "tokenizer?"
             )
-        if max_positions is not None and len(ids) > max_positions:
+        if context_length is not None and len(ids) > context_length:
             raise ValueError(
-                f"{data}, line {number}: {len(ids)} tokens are beyond the model's context of {max_positions}; cut "
+                f"{data}, line {number}: {len(ids)} tokens are beyond the model's context of {context_length}; cut "
                 "the conversation"
             )
         for start, end in sample["responses"]:

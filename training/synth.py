@@ -144,7 +144,7 @@ class Synthesizer:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: SynthConfig):
         self.config, self.tokenizer, self.target = config, tokenizer, Target(model)
         self.template = TurnTemplate.of(tokenizer)
-        limit = self.target.max_positions
+        limit = self.target.context_length
         if limit is not None and config.length > limit:
             raise ValueError(f"length {config.length} is beyond the model's context of {limit} tokens")
         if config.length <= len(self.template.opening):

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from treedec.heads import MedusaDrafter as MedusaDrafter
     from treedec.heads import NgramDrafter as NgramDrafter
     from treedec.heads import load_drafter as load_drafter
+    from treedec.limits import UnsupportedModel as UnsupportedModel
     from treedec.models import load_target as load_target
+    from treedec.probe import ModelCheck as ModelCheck
+    from treedec.probe import check_model as check_model
     from treedec.stats import DecodingStats as DecodingStats
     from treedec.target import Target as Target
-    from treedec.target import UnsupportedModel as UnsupportedModel
     from treedec.tree import TokenTree as TokenTree
     from treedec.tree import TreeError as TreeError
 
@@ -49,6 +51,7 @@ _HOMES = {
     "Drafting": "drafter",
     "GrowthPolicy": "growth",
     "MedusaDrafter": "heads",
+    "ModelCheck": "probe",
     "NgramDrafter": "heads",
     "Outcome": "drafter",
     "StaticTree": "growth",
@@ -56,7 +59,8 @@ _HOMES = {
     "TokenTree": "tree",
     "TreeDecoderOutput": "api",
     "TreeError": "tree",
-    "UnsupportedModel": "target",
+    "UnsupportedModel": "limits",
+    "check_model": "probe",
     "custom_generate": "api",
     "generate": "api",
     "load_drafter": "heads",

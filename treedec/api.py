@@ -16,6 +16,7 @@ from treedec.acceptance import AcceptanceRule, acceptance_rule
 from treedec.arguments import Prepared, check_prompt, prepare, request, stop_string_criterion
 from treedec.decode import Committed, Decoder
 from treedec.drafter import Drafter, NoDrafts
+from treedec.probe import ensure_exact
 from treedec.stats import DecodingStats
 from treedec.target import Target
 
@@ -179,6 +180,7 @@ def _decoder(
             f"acceptance={rule.name!r} scores tokens that may not be committed, which {what} must not see: use "
             "'coupled' or 'residual'"
         )
+    ensure_exact(target)
     return Decoder(target, drafter or NoDrafts(), rule, asked)
 
 

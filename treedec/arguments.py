@@ -223,8 +223,9 @@ def request(target: Target, prepared: Prepared, generator: torch.Generator | Non
         raise ValueError(
             "prompts of different lengths must be padded on the left: the last column of attention_mask has zeros"
         )
-    _check_positions(target, mask)
     batch, length = prepared.input_ids.shape
+    max_length = max(prepared.criteria.max_length, length + 1)  # `generate` yields one token at least
+    _check_positions(target, mask, max_length - length)
     config, ends = prepared.config, any(hasattr(criterion, "eos_token_id") for criterion in prepared.criteria)
     foreign = [rule for rule in (*prepared.processors, *prepared.criteria) if type(rule) not in _ROW_BY_ROW]
     # Without EOS, `generate` lets rows whose criteria are met go on until all are.
@@ -233,7 +234,7 @@ def request(target: Target, prepared: Prepared, generator: torch.Generator | Non
     return Request(
         input_ids=prepared.input_ids,
         attention_mask=mask,
-        max_length=max(prepared.criteria.max_length, length + 1),  # `generate` yields one token at least
+        max_length=max_length,
         processors=[prepared.processors] if together else _of_rows(prepared.processors, batch),
         warpers=LogitsProcessorList(p for p in prepared.processors if type(p) in _PREFIX_INDEPENDENT),
         criteria=prepared.criteria,
@@ -298,10 +299,16 @@ def _check_forward_arguments(prepared: Prepared) -> None:
             raise ValueError("position_ids other than those of the attention mask are not supported")
 
 
-def _check_positions(target: Target, mask: Tensor) -> None:
-    limit, longest = target.max_positions, int(mask.sum(1).max())
+def _check_positions(target: Target, mask: Tensor, new_tokens: int) -> None:
+    limit, switch, longest = target.max_positions, target.rope_switch, int(mask.sum(1).max())
     if limit is not None and longest > limit:
         raise ValueError(f"the prompt has {longest} tokens, but the model's context ends at {limit}")
+    # In `generate` the longest row decides for all; here rows advance at their own pace.
+    if len(mask) > 1 and switch is not None and longest + new_tokens - 1 > switch.position:
+        raise ValueError(
+            f"from position {switch.position} on, the model rotates all rows of a batch as its longest row requires, "
+            f"and this one may reach position {longest + new_tokens - 2}: decode one row at a time, or fewer tokens"
+        )
 
 
 def _of_rows(processors: LogitsProcessorList, batch: int) -> list[LogitsProcessorList]:

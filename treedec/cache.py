@@ -27,6 +27,11 @@ class SlotLayer(CacheLayerMixin):
         super().__init__()
         self._owner = owner
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlotLayer:
+        # Models that run some layers several times (dory) extend the cache with copies of those layers, before the
+        # first update. Their keys go to the same slots.
+        return SlotLayer(self._owner)
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # One slot more than is ever handed out: were the buffer exactly as long as the mask in the first compiled pass,
         # the compiler would take the two lengths for one and compile again when they part.

@@ -1,16 +1,17 @@
-"""The command line: `treedec generate | synth | train | demo`.
+"""The command line: `treedec generate | synth | train | demo | check`.
 
 Knows arguments, terminals and exit codes; what the commands do lies in the modules they import. Those imports are
 inside the commands, so that `--help` and a mistyped option answer at once instead of after loading torch.
 
 Results go to standard output, everything else (progress, statistics, errors) to standard error. With `--json` the last
-line of standard output is one JSON object. Exit codes: 0, 2 for a mistake in the input (one line, no traceback), 130
-for Ctrl-C.
+line of standard output is one JSON object. Exit codes: 0, 1 for a model that `check` refuses, 2 for a mistake in the
+input (one line, no traceback), 130 for Ctrl-C.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -20,13 +21,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_INTERRUPTED = 130
+_REFUSED = 1
 _BAD_INPUT = 2
+_INTERRUPTED = 130
 # What the library raises for mistakes of its caller. Its own exceptions derive from ValueError.
 _USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 # click's UsageError, or that of the copy of click inside newer versions of typer: every mistyped option is one.
@@ -319,6 +323,52 @@ def demo(
     result = run(drafter, max_new_tokens, seed, chosen, console, device=pick_device(device), compile=compile)
     if as_json:
         _print_json(result)
+
+
+@app.command()
+def check(
+    model: Annotated[
+        str, typer.Argument(help="'demo', a model folder, or the name of a model on the hub.", show_default=False)
+    ],
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure whether a model scores token trees exactly; exit code 1 if it does not."""
+    target, _ = load(model, dtype, device)
+    from treedec.probe import report
+
+    facts = report(target)
+    if as_json:
+        # JSON knows no NaN.
+        _print_json({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()})
+    else:
+        Console().print(_check_table(facts), highlight=False)
+    if not facts["supported"]:
+        raise typer.Exit(_REFUSED)
+
+
+def _check_table(facts: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    rows = {
+        "model": facts["model"],
+        "runs in": f"{facts['dtype']} on {facts['device']}, {facts['attention']} attention",
+    }
+    if "window" in facts:
+        limit, switch = facts["max_positions"], facts["rope_switch"]
+        rows["window"] = "none" if facts["window"] is None else f"{facts['window']} tokens"
+        rows["positions"] = f"no limit, made for {facts['context_length']}" if limit is None else f"at most {limit}"
+        if switch is not None:
+            rows["positions"] += f", other rotary frequencies from {switch['position']}"
+    if "error" in facts:
+        rows["deviation"] = f"{facts['error']:.1e} over a token tree ({facts['tolerance']:.1e} is rounding)"
+        rows["noise"] = f"{facts['noise']:.1e} between two ways to read the same text"
+        rows["control"] = f"{facts['control']:.1e} under a wrong mask"
+    verdict = "exact" if facts["reason"] is None else facts["reason"]
+    rows["verdict"] = verdict if facts["supported"] else f"refused: {verdict}"
+    for label, value in rows.items():
+        table.add_row(label, escape(value))
+    return table
 
 
 class IncrementalText:

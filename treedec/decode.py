@@ -138,14 +138,17 @@ class Decoder:
             # Not before the first block is asked for: the seed may be set until then.
             batch, vocab_size = len(self.rows.lengths), self.target.vocab_size
             self.noise = ExponentialNoise(batch, vocab_size, self.target.device, self.request.generator)
-        chunk = {} if self.request.chunk is None else {"chunk": self.request.chunk}
-        verified = self.target.prefill(self.cache, self.request.input_ids, self.request.attention_mask, **chunk)
-        draft = Draft(self._roots())
-        yield self._commit(draft, verified, self._accept(draft, verified), cached=True)
-        hidden = verified.hidden[:, -1]
+        hidden, block = self._read(self.request.input_ids, self.request.attention_mask)
+        yield block
         while not all(self.rows.finished):
             if self.noise is not None:
                 self.noise.follow()
+            if self._restarts():
+                self.cache = self.target.allocate(1, self.cache.capacity)
+                text = torch.tensor([self.rows.texts[0]], device=self.target.device)
+                hidden, block = self._read(text, None)
+                yield block
+                continue
             state = self._state(hidden)
             draft = self.session.propose(state)
             draft.tree.validate(self.target.vocab_size, state.room)
@@ -162,6 +165,13 @@ class Decoder:
             hidden = verified.hidden[torch.arange(len(accepted)), last]
             yield self._commit(draft, verified, accepted)
 
+    def _read(self, ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Committed]:
+        """Cache whole texts and commit the token that follows; `[B, H]` LM-head inputs, and the block."""
+        chunk = {} if self.request.chunk is None else {"chunk": self.request.chunk}
+        verified = self.target.prefill(self.cache, ids, attention_mask, **chunk)
+        draft = Draft(self._roots())
+        return verified.hidden[:, -1], self._commit(draft, verified, self._accept(draft, verified), cached=True)
+
     def _roots(self) -> TokenTree:
         return TokenTree.chains(
             [[] if done else text[-1:] for text, done in zip(self.rows.texts, self.rows.finished, strict=True)]
@@ -171,13 +181,25 @@ class Decoder:
         """Levels below the root that the length cap and the model's positions leave to a row."""
         if self.rows.finished[row]:
             return 0
-        room, limit = self.request.max_length - self.rows.lengths[row] - 1, self.target.max_positions
-        if limit is None:
-            return room
-        after_root = self.rows.lengths[row] - self.rows.padding[row]
-        if after_root > limit:
-            raise ValueError(f"row {row} has reached the last of the model's {limit} positions: ask for fewer tokens")
-        return min(room, limit - after_root)
+        room, root = self.request.max_length - self.rows.lengths[row] - 1, self._root_position(row)
+        limit, switch = self.target.max_positions, self.target.rope_switch
+        if limit is not None:
+            if root >= limit:
+                raise ValueError(
+                    f"row {row} has reached the last of the model's {limit} positions: ask for fewer tokens"
+                )
+            room = min(room, limit - 1 - root)
+        if switch is not None and (levels := switch.levels_below(root)) is not None:
+            room = min(room, levels)
+        return room
+
+    def _root_position(self, row: int) -> int:
+        return self.rows.lengths[row] - self.rows.padding[row] - 1
+
+    def _restarts(self) -> bool:
+        """Whether `generate` would now compute the whole text anew (a single row, see `arguments._check_positions`)."""
+        switch = self.target.rope_switch
+        return switch is not None and switch.restarts and self._root_position(0) == switch.position
 
     def _state(self, hidden: Tensor) -> DraftState:
         rows = self.rows

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,22 +20,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from treedec.cache import SlotCache
+from treedec.limits import BACKENDS, SLIDING_ATTENTION, UnsupportedModel, check_configuration
 from treedec.tree import TokenTree
-
-# Masks that reach the attention function untouched, and in which form it wants them. Flash and flex attention build
-# their own masks and have no way to take a tree.
-_BOOLEAN_MASK, _ADDITIVE_MASK = "bool", "additive"
-_MASK_OF_ATTENTION = {"sdpa": _BOOLEAN_MASK, "eager": _ADDITIVE_MASK}
-
-# Layer kinds whose state is keys and values only, and what their mask adds to plain causality.
-_WINDOWED = "sliding_attention"
-_KNOWN_LAYERS = frozenset({"full_attention", _WINDOWED})
-
-# What shows in a configuration that attention depends on more than the mask and the position of each key.
-_UNFIT_CONFIGURATIONS = {
-    "alibi": "biases attention by the distance between slots (ALiBi), which on a tree is not that between tokens",
-    "attention_layers": "masks attention by slot instead of position (GPT-Neo)",
-}
 
 
 def logit_factor(config: PretrainedConfig) -> float:
@@ -54,8 +41,30 @@ def finish_logits(logits: Tensor, config: PretrainedConfig) -> Tensor:
     return logits
 
 
-class UnsupportedModel(ValueError):
-    """The model, as configured, cannot be decoded with token trees; the message says why and what to do."""
+@dataclass(frozen=True)
+class RopeSwitch:
+    """Where the frequencies of a rotary embedding begin to depend on the largest position in the pass.
+
+    All tokens of a pass are rotated with the frequencies of its largest position (`dynamic_rope_update` in
+    transformers' `modeling_rope_utils`), and keys are cached as they were rotated. To equal token-by-token decoding, a
+    pass must hold no position for which that would have been done with other frequencies.
+
+    Attributes:
+        position: the first position that changes the frequencies (0-based).
+        every_position: every further position changes them again (dynamic NTK), instead of that one only (LongRoPE).
+        restarts: `model.generate` drops its cache before the pass that reaches `position` and computes the whole text
+            anew, with the frequencies that hold from there on (phi3).
+    """
+
+    position: int
+    every_position: bool
+    restarts: bool
+
+    def levels_below(self, root: int) -> int | None:
+        """How many levels of candidates fit below a root at that position; None if any number does."""
+        if root < self.position:
+            return self.position - 1 - root
+        return 0 if self.every_position else None
 
 
 @dataclass(frozen=True)
@@ -81,45 +90,25 @@ class Target:
             copy also packs the weights for oneDNN, which takes their memory once more and reads them as they are now.
 
     Raises:
-        UnsupportedModel: encoder-decoder or recurrent model, or an attention backend that cannot take a tree mask; with
-            `compile`, a head path that cannot be told from the configuration.
+        UnsupportedModel: what `treedec.limits.check_configuration` refuses; with `compile`, a head path that cannot be
+            told from the configuration.
+
+    Attributes:
+        model: the model.
+        config: its text configuration.
+        cache_argument: the name under which its forward takes a cache.
+        keeps_logits: its forward takes `logits_to_keep`.
     """
 
     def __init__(self, model: PreTrainedModel, compile: bool = False):
+        check_configuration(model)
         self.model = model
         self.config = model.config.get_text_config()
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise UnsupportedModel(
-                f"{type(model).__name__} is an encoder-decoder model; treedec decodes decoder-only models"
-            )
-        if not isinstance(model.get_output_embeddings(), nn.Module):
-            raise UnsupportedModel(f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
-        attention = self.config._attn_implementation
-        if attention not in _MASK_OF_ATTENTION:
-            raise UnsupportedModel(
-                f"attention backend {attention!r} cannot take a tree mask; load the model with attn_implementation="
-                + " or ".join(repr(name) for name in _MASK_OF_ATTENTION)
-            )
         self._layer_kinds: list[str] | None = getattr(self.config, "layer_types", None)
-        unknown = set(self._layer_kinds or ()) - _KNOWN_LAYERS
-        if unknown or getattr(self.config, "attention_chunk_size", None):
-            kinds = sorted(unknown) or ["chunked_attention"]
-            raise UnsupportedModel(
-                f"{type(model).__name__} has layers of kind {kinds}; slots hold only full and sliding attention"
-            )
-        for attribute, reason in _UNFIT_CONFIGURATIONS.items():
-            if getattr(self.config, attribute, None):
-                raise UnsupportedModel(f"{type(model).__name__} {reason}")
-        if len({parameter.device for parameter in model.parameters()}) > 1:
-            raise UnsupportedModel(f"{type(model).__name__} is spread over several devices; load it on one")
         parameters = inspect.signature(model.forward).parameters
         # transformers 5.24 renamed the argument.
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        if self._cache_argument not in parameters or "position_ids" not in parameters:
-            raise UnsupportedModel(
-                f"{type(model).__name__}.forward takes no cache or no position_ids, which a tree needs"
-            )
-        self._keeps_logits = "logits_to_keep" in parameters
+        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.keeps_logits = "logits_to_keep" in parameters
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         if compile:
             self._check_head()
@@ -144,9 +133,48 @@ class Target:
         return self.model.get_output_embeddings().weight.shape[1]
 
     @property
-    def max_positions(self) -> int | None:
-        """Number of positions the model knows, or None where the configuration names none."""
+    def context_length(self) -> int | None:
+        """Number of positions the model was made for, or None where the configuration names none."""
         return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Number of positions the model can embed, or None where they are computed and there is no such number.
+
+        Learned and tabulated positions end with their table. Rotary embeddings go on beyond the context length, and so
+        does `model.generate`, with a warning.
+        """
+        return None if _rope_parameters(self.config) else self.context_length
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window of those layers that have one, in tokens; None if every layer sees the whole text."""
+        has_one = self._layer_kinds is None or SLIDING_ATTENTION in self._layer_kinds
+        return getattr(self.config, "sliding_window", None) if has_one else None
+
+    @cached_property
+    def rope_switch(self) -> RopeSwitch | None:
+        """Where rotary frequencies begin to depend on the largest position in the pass; None if they never do."""
+        switches = []
+        for parameters in _rope_parameters(self.config):
+            kind = parameters.get("rope_type", "default")
+            if "dynamic" in kind:
+                switches.append(RopeSwitch(self.config.max_position_embeddings, every_position=True, restarts=False))
+            elif kind == "longrope":
+                position = parameters["original_max_position_embeddings"]
+                switches.append(RopeSwitch(position, every_position=False, restarts=self._restarts_at(position)))
+        return min(switches, key=lambda switch: switch.position, default=None)
+
+    def _restarts_at(self, position: int) -> bool:
+        """Whether `generate` drops the cache before the pass that holds `position`: the model's own code knows."""
+        cache = self.allocate(1, 1)
+        cache.lengths = [position]
+        ids = torch.zeros(1, position + 1, dtype=torch.long, device=self.device)
+        model: Any = self.model  # causal LMs are `GenerationMixin`s, which `PreTrainedModel` does not say
+        inputs = model.prepare_inputs_for_generation(
+            ids, attention_mask=torch.ones_like(ids), next_sequence_length=1, **{self.cache_argument: cache}
+        )
+        return inputs.get(self.cache_argument) is None
 
     def head(self, hidden: Tensor) -> Tensor:
         """`[…, H]` LM-head inputs to `[…, V]` logits, scaled and soft-capped as in the model's own forward."""
@@ -161,6 +189,8 @@ class Target:
     ) -> Verified:
         """Cache more text of each row, `chunk` columns at a time, so that the memory peak does not grow with it.
 
+        Text that reaches beyond the `rope_switch` is not divided.
+
         Args:
             cache: holds the text so far, usually none.
             input_ids: `[B, L]` int64, L at least 1: what follows it.
@@ -174,6 +204,8 @@ class Target:
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         before = torch.tensor(cache.lengths, device=real.device)[:, None]
         positions = (real.long().cumsum(1) - 1).clamp(min=0) + torch.where(real.any(1, keepdim=True), before, 0)
+        if self.rope_switch is not None and int(positions.max()) >= self.rope_switch.position:
+            chunk = length  # the whole prompt is rotated with the frequencies of its longest row's last position
         for start in range(0, length, chunk):
             part = slice(start, min(start + chunk, length))
             width = part.stop - part.start
@@ -181,7 +213,7 @@ class Target:
             causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
             # A padded column sees only itself: a row of the mask with nothing visible would make the softmax NaN.
             sees = (causal & here[:, None, :]) | torch.eye(width, dtype=torch.bool, device=self.device)
-            verified = self._pass(cache, input_ids[:, part], positions[:, part], sees, keep=1)
+            verified = self.score(cache, input_ids[:, part], positions[:, part], sees, keep=1)
             cache.commit(here.cpu())
         # A model whose forward takes no logits_to_keep returns them all.
         return Verified(verified.logits[:, -1:], verified.hidden[:, -1:])
@@ -197,7 +229,7 @@ class Target:
         roots = (torch.tensor(cache.lengths) * (tree.counts > 0))[:, None]
         if self._compiled is None:
             positions = (roots + tree.depths).to(self.device, non_blocking=True)
-            return self._pass(cache, tree.tokens.to(self.device), positions, tree.ancestors.to(self.device), keep=0)
+            return self.score(cache, tree.tokens.to(self.device), positions, tree.ancestors.to(self.device), keep=0)
         # A dimension of size 1 would be compiled as a special case of its own.
         tree = tree.padded(2)
         positions = (roots + tree.depths).to(self.device, non_blocking=True)
@@ -213,17 +245,25 @@ class Target:
             self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return captured[0]
 
-    def _pass(self, cache: SlotCache, tokens: Tensor, positions: Tensor, sees: Tensor, keep: int) -> Verified:
-        """One forward pass over `[B, N]` nodes; `sees` is `[B, N, N]`; `keep=1` keeps the last node's logits only."""
+    def score(self, cache: SlotCache, tokens: Tensor, positions: Tensor, sees: Tensor, keep: int) -> Verified:
+        """One forward pass over nodes, which prefill and verify are made of; nothing is committed.
+
+        Args:
+            cache: holds what all nodes see.
+            tokens: `[B, N]` int64 ids.
+            positions: `[B, N]` int64.
+            sees: `[B, N, N]` or `[1, N, N]` bool: which nodes of this pass each node sees.
+            keep: 1 for the logits of the last node only, where the model can; 0 for those of all.
+        """
         cache.reserve(positions)
         arguments: dict[str, Any] = {
             "input_ids": tokens,
             "position_ids": positions,
             "attention_mask": self._mask(cache, positions, sees),
-            self._cache_argument: cache,
+            self.cache_argument: cache,
             "use_cache": True,
         }
-        if self._keeps_logits:
+        if self.keeps_logits:
             arguments["logits_to_keep"] = keep
         with self._head_input() as captured, torch.no_grad():
             logits = self.model(**arguments).logits
@@ -233,7 +273,7 @@ class Target:
         self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], cache: SlotCache
     ) -> tuple[Tensor, Tensor]:
         """The pass without hooks, which a compiler could not see through: decoder, then head."""
-        arguments = {"position_ids": positions, "attention_mask": mask, self._cache_argument: cache, "use_cache": True}
+        arguments = {"position_ids": positions, "attention_mask": mask, self.cache_argument: cache, "use_cache": True}
         hidden = self.model.base_model(input_ids=tokens, **arguments).last_hidden_state
         return self.head(hidden), hidden
 
@@ -264,19 +304,20 @@ class Target:
 
         def finish(mask: Tensor) -> Tensor:
             mask = mask[:, None]
-            if _MASK_OF_ATTENTION[self.config._attn_implementation] == _BOOLEAN_MASK:
+            if BACKENDS[self.config._attn_implementation] == "boolean":
                 return mask
             # Eager attention adds the mask to the scores: a boolean mask would be added as 0 and 1, silently wrong.
             lowest = torch.finfo(self.model.dtype).min
             return torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(~mask, lowest)
 
-        def windowed() -> Tensor:
+        windowed = allowed
+        if self.window is not None:
             distance = positions[:, :, None] - cache.positions[:, None, :high]
-            return allowed & (distance < self.config.sliding_window)
-
-        if self._layer_kinds is not None:
-            return {kind: finish(windowed() if kind == _WINDOWED else allowed) for kind in set(self._layer_kinds)}
-        return finish(windowed() if getattr(self.config, "sliding_window", None) is not None else allowed)
+            windowed = allowed & (distance < self.window)
+        if self._layer_kinds is None:
+            return finish(windowed)
+        kinds = set(self._layer_kinds)
+        return {kind: finish(windowed if kind == SLIDING_ATTENTION else allowed) for kind in kinds}
 
     @contextmanager
     def _head_input(self, last_only: bool = False) -> Iterator[list[Tensor]]:
@@ -292,3 +333,10 @@ class Target:
             yield captured
         finally:
             handle.remove()
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of each rotary embedding of a model, one per kind of layer where these differ; [] without any."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in parameters.values() if isinstance(part, dict)]
+    return parts or ([parameters] if parameters else [])

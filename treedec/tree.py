@@ -116,13 +116,15 @@ class TokenTree:
             raise TreeError(f"the tree has {self.batch} rows, the batch has {batch}")
         if bool((self.counts > self.width).any()) or bool((self.counts < 0).any()):
             raise TreeError(f"counts {self.counts.tolist()} do not fit the {self.width} nodes of the tree")
-        nodes = torch.arange(self.width).expand(batch, -1)
-        used = nodes < self.counts[:, None]
-        in_order = torch.where(nodes == 0, self.parents == -1, (self.parents >= 0) & (self.parents < nodes))
-        known = (self.tokens >= 0) & (self.tokens < vocab_size)  # of padding too, which takes part in the pass
+        tokens, parents = self.tokens.numpy(), self.parents.numpy()  # a tenth of the overhead of torch on a small tree
+        nodes = np.arange(self.width)
+        used = nodes < self.counts.numpy()[:, None]
+        in_order = np.where(nodes == 0, parents == -1, (parents >= 0) & (parents < nodes))
+        known = (tokens >= 0) & (tokens < vocab_size)  # of padding too, which takes part in the pass
         self._refuse(used & ~in_order, "its parent is not an earlier node")
         self._refuse(~known, f"its token is outside the vocabulary of {vocab_size}")
-        self._refuse(used & (self.depths > torch.tensor(room)[:, None]), "it is deeper than the row has room for")
+        too_deep = self.depths.numpy() > np.asarray(room)[:, None]
+        self._refuse(used & too_deep, "it is deeper than the row has room for")
 
     def check_roots(self, roots: Sequence[int | None]) -> None:
         """Raise `TreeError` unless every row begins with its root; `None` is a finished row, which has no nodes."""
@@ -130,8 +132,8 @@ class TokenTree:
             if root is not None and (int(self.counts[row]) < 1 or int(self.tokens[row, 0]) != root):
                 raise TreeError(f"row {row}, node 0: the root must be the last committed token, {root}")
 
-    def _refuse(self, bad: Tensor, reason: str) -> None:
-        if bool(bad.any()):
-            row, node = bad.nonzero()[0].tolist()
+    def _refuse(self, bad: np.ndarray, reason: str) -> None:
+        if bad.any():
+            row, node = np.argwhere(bad)[0].tolist()
             what = f"token {int(self.tokens[row, node])}, parent {int(self.parents[row, node])}"
             raise TreeError(f"row {row}, node {node} ({what}): {reason}")

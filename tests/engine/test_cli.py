@@ -171,7 +171,6 @@ def test_compilation_comes_before_the_clock(run, folder, monkeypatch, sampling):
         (["generate", "a", "--target", "/no/such/model"], "/no/such/model"),
         (["generate", "a", "--target", "FOLDER", "--drafter", "/no/such/drafter"], "/no/such/drafter"),
         (["generate", "a", "--target", "FOLDER", "--drafter", "demo:nosuch"], "nosuch"),
-        (["generate", "a" * 300, "--target", "FOLDER"], "context ends at 256"),
         (["generate", "a", "--target", "FOLDER", "--acceptance", "hope"], "unknown acceptance rule 'hope'"),
         (["generate", "a", "--target", "FOLDER", "--acceptance", "greedy", "--temperature", "1"], "does not sample"),
         (["generate", "a", "--top-p", "0.9"], "--temperature"),

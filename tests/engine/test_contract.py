@@ -222,7 +222,7 @@ def test_a16_models_whose_attention_does_not_go_by_position_are_refused():
     neo = GPTNeoConfig(vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, attention_types=layers)
     falcon = FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
     for model in (GPTNeoForCausalLM(neo), FalconForCausalLM(falcon)):
-        with pytest.raises(UnsupportedModel, match=r"GPT-Neo|ALiBi"):
+        with pytest.raises(UnsupportedModel, match=r"by slot|ALiBi"):
             treedec.generate(model.eval(), prompts(), max_new_tokens=3)
 
 

@@ -572,3 +572,44 @@ def test_a_drafted_token_that_overflows_spoils_nothing(batch, decoding):
         drafter = Scripted(known, [12] * batch, VOCAB)
         out = ours(model, ids, drafter, return_dict_in_generate=True, **arguments)
         assert torch.equal(out.sequences, expected.ids)
+
+
+# Rotary embeddings whose frequencies change with the length of the text.
+
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 4.0, 8.0]}
+SWITCHING = {
+    "dynamic": ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, {"max_position_embeddings": 20}),
+    "longrope": ("llama", _LONGROPE | {"original_max_position_embeddings": 20}, {"max_position_embeddings": 80}),
+    "longrope of phi3": (
+        "phi3",
+        _LONGROPE | {"original_max_position_embeddings": 20},
+        {"max_position_embeddings": 80, "original_max_position_embeddings": 20},
+    ),
+}
+
+
+def switching(name):
+    architecture, rope, others = SWITCHING[name]
+    return fresh_model(architecture, rope_parameters=rope, **others)
+
+
+@pytest.mark.parametrize("length", [5, 17, 19, 20, 21, 30])
+@pytest.mark.parametrize("decoding", ["greedy", "T=1.0"])
+@pytest.mark.parametrize("name", SWITCHING)
+def test_a15_decoding_across_a_change_of_rotary_frequencies_equals_generate(name, decoding, length):
+    ids = prompts(length=length)
+    arguments = {"max_new_tokens": NEW, **DECODING[decoding]}
+    expected = reference(switching(name), ids, **arguments)
+    for drafter in ("oracle", "last-branch-then-wrong", None):
+        out = ours(switching(name), ids, drafter and scripted(expected, drafter), **arguments)
+        assert torch.equal(out, expected.ids)
+
+
+@pytest.mark.parametrize("name", SWITCHING)
+def test_a15_a_batch_is_not_decoded_across_a_change_of_rotary_frequencies(name):
+    model, (ids, mask) = switching(name), ragged_prompts()
+    arguments = {"attention_mask": mask, "do_sample": False}
+    expected = reference(switching(name), ids, max_new_tokens=9, **arguments)
+    assert torch.equal(ours(model, ids, uneven(expected, mask), max_new_tokens=9, **arguments), expected.ids)
+    with pytest.raises(ValueError, match=r"from position 20 on, .* decode one row at a time"):
+        ours(model, ids, max_new_tokens=10, **arguments)

@@ -1,11 +1,14 @@
 """Target: a tree in one pass scores like its paths, prefill in chunks like at once, and nothing is left behind."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kit import ARCHITECTURES, VOCAB, fresh_model, hooks, prompts, ragged_prompts, tiny_model
 from transformers import LlamaConfig, LlamaModel, T5Config, T5ForConditionalGeneration
 
 from treedec import Target, TokenTree, UnsupportedModel
+from treedec.target import RopeSwitch
 
 CONTEXT = prompts(length=13)
 # Three levels, several children per node, and siblings in an order that mixes the branches.
@@ -157,3 +160,88 @@ def test_layers_that_keep_other_state_are_refused():
     model.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(UnsupportedModel, match="linear_attention"):
         Target(model)
+
+
+SWITCH = 16
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 4.0, 8.0]}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+# Architecture, configuration, and what its rope switch is to be.
+SWITCHING = {
+    "dynamic": (
+        "llama",
+        {"rope_parameters": _DYNAMIC, "max_position_embeddings": SWITCH},
+        RopeSwitch(SWITCH, every_position=True, restarts=False),
+    ),
+    "longrope": (
+        "llama",
+        {"rope_parameters": _LONGROPE | {"original_max_position_embeddings": SWITCH}},
+        RopeSwitch(SWITCH, every_position=False, restarts=False),
+    ),
+    "longrope of phi3": (
+        "phi3",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": SWITCH},
+        RopeSwitch(SWITCH, every_position=False, restarts=True),
+    ),
+}
+
+
+def switching(name):
+    architecture, config, switch = SWITCHING[name]
+    return fresh_model(architecture, **config), switch
+
+
+@pytest.mark.parametrize("name", SWITCHING)
+def test_a_rope_switch_is_known_and_positions_go_on_beyond_it(name):
+    model, switch = switching(name)
+    assert Target(model).rope_switch == switch and Target(model).max_positions is None
+    assert switch.levels_below(SWITCH - 3) == 2 and switch.levels_below(SWITCH - 1) == 0
+    assert switch.levels_below(SWITCH) == (0 if switch.every_position else None)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_only_tables_of_positions_limit_them(architecture):
+    target = Target(tiny_model(architecture))
+    assert target.context_length == 256 and target.rope_switch is None
+    assert target.max_positions == (256 if architecture == "gpt2" else None)
+
+
+@pytest.mark.parametrize("name", SWITCHING)
+def test_prefill_beyond_the_rope_switch_is_not_divided(name):
+    model, _ = switching(name)
+    for length in (SWITCH - 1, SWITCH, SWITCH + 1, SWITCH + 9):
+        ids = prompts(length=length)
+        _, verified = prefilled(Target(model), ids, chunk=5)
+        torch.testing.assert_close(verified.logits[0, -1], sequential(model, ids[0].tolist()), atol=1e-11, rtol=0)
+
+
+def decoded(model, text, switch):
+    """Logits after `CONTEXT` and after what a text adds to it, in blocks as long as a switch allows; their lengths."""
+    target, root = Target(model), CONTEXT.shape[1]
+    cache, verified = prefilled(target)
+    found, blocks = [verified.logits[0]], []
+    while root < text.shape[1] - 1:
+        if switch.restarts and root == switch.position:
+            cache, verified = prefilled(target, text[:, : root + 1])
+            found.append(verified.logits[0])
+            root += 1
+            continue
+        levels = switch.levels_below(root)
+        block = text[:, root : min(root + 1 + (3 if levels is None else min(3, levels)), text.shape[1] - 1)]
+        found.append(target.verify(cache, TokenTree.chains(block.tolist())).logits[0])
+        cache.commit(torch.ones(block.shape, dtype=torch.bool))
+        blocks.append(block.shape[1])
+        root += block.shape[1]
+    return torch.cat(found), blocks
+
+
+@pytest.mark.parametrize("name", SWITCHING)
+def test_decoding_across_the_rope_switch_equals_generate(name):
+    model, switch = switching(name)
+    out = model.generate(CONTEXT, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    expected = torch.cat(out.logits).double()  # which `generate` hands out in float32
+    found, blocks = decoded(model, out.sequences, switch)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert max(blocks) > 1 and (blocks[-1] > 1) == (not switch.every_position)
+    # Control: as if there were no switch.
+    wrong, _ = decoded(model, out.sequences, replace(switch, position=1000))
+    assert (wrong - expected).abs().max() > 1e-2
