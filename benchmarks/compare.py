@@ -10,10 +10,7 @@ pooled seconds, prefill included, and are meant as ratios within one run.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 import treedec
+from treedec.benchmarks.record import check_writable, write_record
 from treedec.cli import DeviceOption, Dtype, TargetOption, load, run_app
 from treedec.demo import first_difference
 from treedec.models import encode_chat
@@ -276,7 +274,7 @@ def command(
     chosen = read_methods(methods)
     chosen_prompts = read_prompts(prompts, category)[:limit]
     if out is not None:
-        _check_writable(out)
+        check_writable(out)
     generation: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         generation |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -285,58 +283,9 @@ def command(
     rows = compare(comparison, chosen_prompts, chosen, Console(stderr=True))
     summary = {method: pooled([row for row in rows if row.method == method], comparison.greedy) for method in chosen}
     if out is not None:
-        result = {
-            "schema": 1,
-            # The prompts by name only: where they lie is nobody else's business.
-            "command": " ".join([_NAME, *(prompts.name if Path(part) == prompts else part for part in sys.argv[1:])]),
-            "machine": {
-                "processor": _processor(),
-                "threads": torch.get_num_threads(),
-                "device": _device(model.device),
-                "system": platform.platform(),
-            },
-            "versions": {
-                "treedec": treedec.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
-            "summary": summary,
-            "rows": [row.to_dict() for row in rows],
-        }
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text(json.dumps(result, indent=1, allow_nan=False), encoding="utf-8")
-        os.replace(partial, out)
+        figures: dict[str, object] = {"summary": summary, "rows": [row.to_dict() for row in rows]}
+        write_record(out, _NAME, prompts, model.device, figures)
     _show(summary, chosen[0])
-
-
-def _check_writable(out: Path) -> None:
-    """Make the folder of a file and try to write there: not after an hour of measuring.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    try:
-        if out.is_dir():
-            raise IsADirectoryError(f"{out} is a folder")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be written: {error}") from error
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
-
-
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _show(summary: dict[str, dict[str, Any]], baseline: str) -> None:

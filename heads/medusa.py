@@ -129,14 +129,17 @@ class MedusaDrafter(Drafter):
         return _MedusaSession(self)
 
     @torch.no_grad()
+    def logits(self, hidden: Tensor, depths: int) -> Tensor:
+        """`[T, H]` hidden states to `[depths, T, Vd]` logits of the first heads, over `heads.draft_ids`."""
+        return finish_logits(F.linear(self.heads(hidden)[:depths], self._weight, self._bias), self._target_config)
+
+    @torch.no_grad()
     def candidates(self, state: DraftState) -> tuple[list[list[list[int]]], list[list[list[float]]]]:
         """Per row and depth, the best candidates and their scores, best first: `[B][K][branching]` ids and scores."""
         depths = min(self.heads.config.heads, max(state.room))
         if depths == 0:
             return [[] for _ in state.room], [[] for _ in state.room]
-        hidden = self.heads(state.hidden)[:depths]  # [K, B, H]
-        logits = finish_logits(F.linear(hidden, self._weight, self._bias), self._target_config)
-        scores = state.shape(logits).softmax(-1)
+        scores = state.shape(self.logits(state.hidden, depths)).softmax(-1)
         if state.drafting is Drafting.COUPLED:
             drafted = self.heads.draft_ids if self._trimmed else slice(None)
             scores = scores / torch.stack([state.noise(depth + 1)[:, drafted] for depth in range(depths)])

@@ -1,8 +1,8 @@
 """Acceptance rules: which path of a verified tree is committed, and which token follows it.
 
 A rule sees one row through a `TreeView` and returns an `Accepted` path. `greedy` and `coupled` commit what
-`model.generate` would commit, token for token; `residual` commits a sample of the target's distribution; `typical` does
-neither and says so.
+`model.generate` would commit, token for token; `residual` and `traversal` commit a sample of the target's distribution;
+`typical` does neither and says so.
 
 Notation: p is the target's distribution after all logits processors and warpers, q the distribution that the children
 of a node were really drawn from, [x]+ = max(x, 0), norm[x] = x / Σx.
@@ -84,7 +84,8 @@ class AcceptanceRule(ABC):
 
     Attributes:
         name: what `treedec.generate(acceptance=…)` calls it.
-        lossless: whether the output keeps the target's own tokens (greedy, coupled) or distribution (residual).
+        lossless: whether the output keeps the target's own tokens (greedy, coupled) or distribution (residual,
+            traversal).
         samples: whether it is for `do_sample=True`.
         drafting: how it wants drafts chosen.
         whole_tree: whether it scores nodes that may not be committed, which processors with a memory must not see.
@@ -182,16 +183,23 @@ class Coupled(Walk):
 
 
 class Residual(Walk):
-    """Recursive rejection: exactly the target's distribution, for sampled and for deterministic children.
+    """Recursive rejection: exactly the target's distribution, for drawn and for deterministic children, and both.
 
-    Sampled children (q given), in the order drawn: accept x with probability min(1, p̂(x) / q̂(x)), p̂ and q̂ starting
-    at p and q. After a rejection p̂ ← norm[p̂ − q̂]+ with the q̂ that x was drawn from, then q̂(x) ← 0 and q̂ ←
-    norm[q̂], because x was drawn without replacement. With all rejected, emit y ~ p̂. On a chain this is Leviathan et
-    al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318); on a tree SpecInfer (arXiv:2305.09781), without
-    replacement as in Jeon et al. 2024 (arXiv:2402.14160).
+    Drawn children first, in the order drawn: accept x with probability min(1, p̂(x) / q̂(x)), p̂ and q̂ starting at p and
+    q. After a rejection p̂ ← norm[p̂ − q̂]+ with the q̂ that x was drawn from, then q̂(x) ← 0 and q̂ ← norm[q̂], because
+    x was drawn without replacement. With all of them rejected, y ~ p̂ is drawn and followed into the deterministic child
+    that carries it, if there is one: the same as testing these children in turn, each with a one-hot q. (A softmax in
+    place of that one-hot q would be biased.)
 
-    Deterministic children (q absent) have a one-hot q; the rule above then amounts to drawing y ~ p once and following
-    the child that carries y. A softmax in place of that one-hot q would be biased.
+    So this one rule is, depending on the draft,
+
+    - chains: Leviathan et al. 2023 (arXiv:2211.17192, algorithm 1) and Chen et al. 2023 (arXiv:2302.01318);
+    - drawn siblings: SpecInfer (arXiv:2305.09781), without replacement as in Jeon et al. 2024 (arXiv:2402.14160);
+    - deterministic trees: following one y ~ p (EAGLE, arXiv:2406.16858, does it child by child: accept x with
+      probability p̂(x), else take x out of p̂);
+    - the top n − 1 tokens S of q beside one drawn from q' = norm[q outside S]: the greedy scheme of Hu et al. 2025
+      (arXiv:2502.18779). It accepts with probability p(S) + Σ_{x ∉ S} min(p(x), q'(x)), and no rule accepts these
+      children more often.
     """
 
     name, lossless, samples, drafting = "residual", True, True, Drafting.SAMPLED
@@ -199,16 +207,23 @@ class Residual(Walk):
     def step(self, view: TreeView, path: list[int], scores: Tensor) -> tuple[int, int | None]:
         node = path[-1]
         p, q = scores.softmax(-1), view.draft_at(node)
-        if q is None:
-            token = view.chance.sample(p)
-            return token, view.child(node, token)
-        q = q.to(p.dtype)
-        for child in view.children[node]:
-            token = view.tokens[child]
-            if view.chance.accept(p[token] / q[token]):
-                return token, child
-            p, q = residual(p, q), remove(q, token)
-        return view.chance.sample(p), None
+        if q is not None:
+            q = q.to(p.dtype)
+            for child in view.children[node]:
+                if view.drawn[child]:
+                    token = view.tokens[child]
+                    if view.chance.accept(ratio(p, q, token)):
+                        return token, child
+                    p, q = residual(p, q), remove(q, token)
+        token = view.chance.sample(p)
+        # Never into a rejected child: p̂ excludes its token, but rounding, or a drafter that lies, may not.
+        chosen = (child for child in view.children[node] if view.tokens[child] == token and not view.drawn[child])
+        return token, next(chosen, None)
+
+
+def ratio(p: Tensor, q: Tensor, token: int) -> Tensor:
+    """p(x) / q(x) of `[V]` distributions, a scalar. Where q(x) rounds to 0 it is huge, or 0 if p(x) = 0: never NaN."""
+    return p[token] / q[token].clamp(min=torch.finfo(q.dtype).tiny)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -226,6 +241,98 @@ def remove(q: Tensor, token: int) -> Tensor:
     return left / total if total > 0 else left
 
 
+class Traversal(AcceptanceRule):
+    """Traversal verification, from the leaves to the root: exactly the target's distribution (Weng et al. 2025,
+    arXiv:2505.12398).
+
+    Where recursive rejection gives up a path at its first rejected token, this rule asks for a path as a whole, and a
+    probable token makes good for an improbable one above it. a(root) = 1 and a(x) = min(1, a(parent) · p̂(x) / q̂(x)).
+    Visit the first leaf in depth-first order and accept its path with probability a(leaf), followed by a token from the
+    leaf's own p̂. Otherwise delete the leaf and update its parent: with R = [a · p̂ − q̂]+ and S = ΣR,
+
+        a ← S / (S + 1 − a),    p̂ ← R / S,    q̂ without x, as in `Residual`,
+
+    and go on; a parent without children left is a leaf. Drawn children come before deterministic ones, which have a
+    one-hot q. On a chain this is block verification (Sun et al. 2024, arXiv:2403.10444); on a tree of one level it is
+    `Residual`.
+
+    It accepts at least as much as `Residual` where no sibling has more below it than those before it, as in trees grown
+    best first (found by enumeration, not proved); elsewhere it may end on a short path where `Residual` goes on along a
+    longer one. It scores nodes that are then not committed, so it is not for processors with a memory.
+    """
+
+    name, lossless, samples, drafting, whole_tree = "traversal", True, True, Drafting.SAMPLED, True
+
+    def accept(self, view: TreeView) -> Accepted:
+        visited = [_Visited(view, [0], view.probabilities([0]).new_ones(()))]
+        while True:
+            here = visited[-1]
+            if here.pending:
+                visited.append(here.first_child())
+            elif len(visited) == 1 or view.chance.accept(here.reach):
+                return committed(view, here.path, view.chance.sample(here.p))
+            else:
+                visited.pop()
+                visited[-1].delete_first_child()
+
+
+class _Visited:
+    """A node on the way to the visited leaf.
+
+    Attributes:
+        path: from the root to the node.
+        reach: scalar a.
+        p: `[V]` p̂, scored when first needed.
+        q: `[V]` q̂ of the drawn children, if any.
+        pending: children not yet deleted, the next one first.
+    """
+
+    def __init__(self, view: TreeView, path: list[int], reach: Tensor):
+        self._view, self.path, self.reach = view, path, reach
+        self.q = view.draft_at(path[-1])
+        self.pending = sorted(view.children[path[-1]], key=lambda child: not view.drawn[child])
+
+    @cached_property
+    def p(self) -> Tensor:
+        return self._view.probabilities(self.path)
+
+    def first_child(self) -> _Visited:
+        child = self.pending[0]
+        reach = self.reach * ratio(self.p, self._drawn_from(child), self._view.tokens[child])
+        return _Visited(self._view, [*self.path, child], reach.clamp(max=1))
+
+    def delete_first_child(self) -> None:
+        child = self.pending.pop(0)
+        left = (self.reach * self.p - self._drawn_from(child)).clamp(min=0)
+        total = left.sum()
+        if total > 0:
+            self.p, self.reach = left / total, total / (total + 1 - self.reach)
+        elif self.reach < 1:
+            self.reach = torch.zeros_like(self.reach)
+        # Else p̂ = q̂, whose children are never rejected, but by rounding: then both stay.
+        if self._view.drawn[child] and self.q is not None:
+            self.q = remove(self.q, self._view.tokens[child])
+
+    def _drawn_from(self, child: int) -> Tensor:
+        """`[V]` q̂ that the child was drawn from: one-hot for a deterministic one."""
+        if self._view.drawn[child] and self.q is not None:
+            return self.q.to(self.p.dtype)
+        one_hot = torch.zeros_like(self.p)
+        one_hot[self._view.tokens[child]] = 1
+        return one_hot
+
+
+def committed(view: TreeView, path: list[int], token: int) -> Accepted:
+    """A path chosen as a whole and the token after it, up to the first token that ends the row.
+
+    The row is asked once per committed token, in order, and about no other, as `generate` does.
+    """
+    for depth, node in enumerate(path[1:], 1):
+        if view.stops_after(path[:depth], view.tokens[node]):
+            return Accepted(path[:depth], view.tokens[node], finished=True)
+    return Accepted(path, token, view.stops_after(path, token))
+
+
 class Typical(AcceptanceRule):
     """Medusa's typical acceptance (Cai et al. 2024, arXiv:2401.10774, section 2.3.1). LOSSY: not the target's
     distribution.
@@ -239,7 +346,7 @@ class Typical(AcceptanceRule):
         delta: δ, the factor of the entropy-dependent threshold.
     """
 
-    name, lossless, samples, drafting = "typical", False, True, Drafting.TOP
+    name, lossless, samples, drafting, whole_tree = "typical", False, True, Drafting.TOP, True
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3):
         if not (0 < epsilon < 1 and 0 < delta < 1):
@@ -254,38 +361,24 @@ class Typical(AcceptanceRule):
         return allowed
 
     def accept(self, view: TreeView) -> Accepted:
-        best = _Candidate([0], 0.0, ends=False)
+        best: tuple[list[int], float] = ([0], 0.0)  # a path of acceptable nodes and its log-likelihood
         pending = [best]
         while pending:
-            here = pending.pop()
-            best = max(best, here, key=lambda candidate: (len(candidate.path), candidate.likelihood))
-            node = here.path[-1]
-            if here.ends or not view.children[node]:
+            path, likelihood = here = pending.pop()
+            best = max(best, here, key=lambda candidate: (len(candidate[0]), candidate[1]))
+            if not view.children[path[-1]]:
                 continue
-            p = view.probabilities(here.path)
+            p = view.probabilities(path)
             allowed = self.acceptable(p)
-            for child in view.children[node]:
+            for child in view.children[path[-1]]:
                 token = view.tokens[child]
                 if bool(allowed[token]):
-                    likelihood = here.likelihood + float(p[token].log())
-                    pending.append(_Candidate([*here.path, child], likelihood, view.stops_after(here.path, token)))
-        if best.ends:
-            return Accepted(best.path[:-1], view.tokens[best.path[-1]], finished=True)
-        p = view.probabilities(best.path)
-        token = view.chance.sample(p * self.acceptable(p))
-        return Accepted(best.path, token, view.stops_after(best.path, token))
+                    pending.append(([*path, child], likelihood + float(p[token].log())))
+        p = view.probabilities(best[0])
+        return committed(view, best[0], view.chance.sample(p * self.acceptable(p)))
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A path of acceptable nodes, and whether its last token ends the row."""
-
-    path: list[int]
-    likelihood: float
-    ends: bool
-
-
-_RULES: dict[str, type[AcceptanceRule]] = {rule.name: rule for rule in (Greedy, Coupled, Residual, Typical)}
+_RULES: dict[str, type[AcceptanceRule]] = {rule.name: rule for rule in (Greedy, Coupled, Residual, Traversal, Typical)}
 
 
 def acceptance_rule(choice: str | AcceptanceRule | None, do_sample: bool) -> AcceptanceRule:

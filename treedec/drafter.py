@@ -90,6 +90,52 @@ class Outcome:
     tokens: list[list[int]]
 
 
+@dataclass(frozen=True)
+class Children:
+    """Candidates to follow one node.
+
+    Attributes:
+        tokens: their tokens, the drawn ones first and in the order drawn.
+        drawn: how many were drawn; the others are deterministic.
+        probabilities: `[V]` what the drawn ones were drawn from, to be claimed in `Draft.probabilities`; None without.
+    """
+
+    tokens: list[int]
+    drawn: int
+    probabilities: Tensor | None
+
+
+def draw_children(q: Tensor, width: int, scheme: str, chance: Chance) -> Children:
+    """Candidates in a way that the lossless rules accept.
+
+    - `"drawn"`: `width` tokens drawn from q without replacement.
+    - `"top"`: the `width` most probable tokens.
+    - `"hu"`: one token drawn from q outside its `width` − 1 most probable tokens, then these: the greedy scheme of Hu
+      et al. 2025 (arXiv:2502.18779).
+
+    Args:
+        q: `[V]` probabilities.
+        width: how many candidates; fewer where q excludes all other tokens.
+        scheme: one of the above.
+        chance: takes the random decisions.
+
+    Raises:
+        ValueError: an unknown scheme, or `width` below 1.
+    """
+    if width < 1 or scheme not in ("drawn", "top", "hu"):
+        raise ValueError(f"cannot draw {width} children by {scheme!r}: give at least 1, by 'drawn', 'top' or 'hu'")
+    width = min(width, int((q > 0).sum()))
+    best = q.topk({"drawn": 0, "top": width, "hu": max(width - 1, 0)}[scheme]).indices.tolist()
+    left = q.clone()
+    left[best] = 0
+    claimed = left / left.sum()
+    drawn: list[int] = []
+    while len(drawn) < width - len(best):
+        drawn.append(chance.sample(left))
+        left[drawn[-1]] = 0
+    return Children(drawn + best, len(drawn), claimed if drawn else None)
+
+
 class DraftSession(ABC):
     """The state of a drafter during one generation."""
 
