@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,8 +10,16 @@ from typing import Any
 import torch
 import transformers
 from drafters import Scripted, drafters
+from tokenizers import Tokenizer, models
+from tokenizers import decoders as text_decoders
 from torch import Tensor
-from transformers import LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+)
 
 from treedec import Drafter, Target
 from treedec.acceptance import AcceptanceRule, Greedy
@@ -268,3 +277,37 @@ def decoder(
     nothing = LogitsProcessorList()
     request = Request(ids, mask, limit, [nothing] * len(ids), nothing, StoppingCriteriaList([MaxLengthCriteria(limit)]))
     return Decoder(Target(model), drafter, rule or Greedy(), request)
+
+
+def fresh_prefill(model, tokens):
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([tokens]), use_cache=True)
+    cache = out["cache"] if "cache" in out else out["past_key_values"]  # transformers 5.24 renamed it
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def check_visible_states(model, decoding):
+    """Every committed token but the last, which is the next root, is cached; nothing else is visible."""
+    for row, text in enumerate(decoding.rows.texts):
+        assert decoding.cache.lengths[row] == len(text) - 1 == int(decoding.cache.visible[row].sum())
+        for layer, (k, v) in enumerate(fresh_prefill(model, text[:-1])):
+            ours_k, ours_v = decoding.cache.visible_states(layer, row)
+            torch.testing.assert_close(ours_k, k, atol=1e-11, rtol=0)
+            torch.testing.assert_close(ours_v, v, atol=1e-11, rtol=0)
+
+
+def characters():
+    """A tokenizer of one printable ASCII character per id."""
+    vocabulary = {chr(33 + i): i for i in range(VOCAB - 3)} | {f"<{i}>": VOCAB - 3 + i for i in range(3)}
+    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
+    backend.decoder = text_decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def syllables():
+    """A tokenizer of one, two or three letters per id, so that stop strings begin and end within tokens."""
+    texts = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("abcdefgh", repeat=size)]
+    vocabulary = {text: i for i, text in enumerate(texts[:VOCAB])}
+    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
+    backend.decoder = text_decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)

@@ -94,7 +94,6 @@ _REFUSED_ARGUMENTS = {
     "assistant_model": "give it as the drafter: treedec.DraftModelDrafter(assistant_model)",
     "assistant_tokenizer": "the draft model must share the target's vocabulary",
     "cache": _OWN_CACHE,
-    "cache_implementation": _OWN_CACHE,
     "custom_generate": "treedec brings its own decode loop",
     "negative_prompt_attention_mask": _SECOND_PASS,
     "negative_prompt_ids": _SECOND_PASS,
@@ -117,6 +116,8 @@ _REFUSED_CONFIG = {
 _OWN_FORWARD_ARGUMENTS = {
     "attention_mask", "cache", "logits_to_keep", "past_key_values", "position_ids", "use_cache"
 }  # fmt: skip
+# What asks for no cache in particular.
+_ANY_CACHE = (None, "dynamic", "hybrid")
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -160,22 +161,24 @@ def prepare(target: Target, input_ids: Tensor, arguments: Mapping[str, Any]) -> 
         raise ValueError(f"{name} is an argument of {type(model).__name__}.forward that treedec does not pass on")
     arguments = dict(arguments)
     defaults, given = model.generation_config, arguments.get("generation_config")
+    if arguments.get("cache_implementation") not in _ANY_CACHE:
+        raise ValueError(f"cache_implementation does not apply to treedec.generate: {_OWN_CACHE}")
     # Before `generate` acts on them; what comes with the model is seen to in `request`.
     _refuse({name: arguments.get(name, getattr(given, name, None)) for name in _REFUSED_CONFIG})
-    if (getattr(given, "cache_implementation", None) or "hybrid") != "hybrid":
+    if getattr(given, "cache_implementation", None) not in _ANY_CACHE:
         raise ValueError(f"generation_config.cache_implementation does not apply to treedec.generate: {_OWN_CACHE}")
     if defaults.cache_implementation is not None:
         arguments["cache_implementation"] = None  # one that comes with the model asks for nothing that is needed here
     tokenizer = arguments.pop("tokenizer", None)
-    stops = arguments.get("stop_strings") or getattr(given, "stop_strings", None) or defaults.stop_strings
+    places = (arguments.get("stop_strings"), getattr(given, "stop_strings", None), defaults.stop_strings)
+    stops = next((place for place in places if place is not None), None)
     if stops is not None:
         # `generate` loses the tokenizer on its way to a custom decode loop, and would miss it for the stop strings.
         arguments["stop_strings"] = None
-        arguments["stopping_criteria"] = [
-            *(arguments.get("stopping_criteria") or []),
-            stop_string_criterion(stops, tokenizer),
-        ]
-        arguments["stopping_criteria"] = StoppingCriteriaList(arguments["stopping_criteria"])
+        criteria = list(arguments.get("stopping_criteria") or [])
+        if not any(isinstance(criterion, StopStringCriteria) for criterion in criteria):  # else that one goes before
+            criteria.append(stop_string_criterion(stops, tokenizer))
+        arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
         if given is not None:  # not both: transformers warns of arguments besides a configuration
             arguments["generation_config"] = copy.deepcopy(given)
             arguments["generation_config"].stop_strings = None
@@ -303,11 +306,18 @@ def _check_positions(target: Target, mask: Tensor, new_tokens: int) -> None:
     limit, switch, longest = target.max_positions, target.rope_switch, int(mask.sum(1).max())
     if limit is not None and longest > limit:
         raise ValueError(f"the prompt has {longest} tokens, but the model's context ends at {limit}")
-    # In `generate` the longest row decides for all; here rows advance at their own pace.
-    if len(mask) > 1 and switch is not None and longest + new_tokens - 1 > switch.position:
+    # In `generate` the longest row decides for all, and some models count its padding; here rows go their own pace.
+    alone = len(mask) == 1 and bool(mask.all())
+    if not alone and switch is not None and longest + new_tokens - 1 > switch.position:
         raise ValueError(
             f"from position {switch.position} on, the model rotates all rows of a batch as its longest row requires, "
-            f"and this one may reach position {longest + new_tokens - 2}: decode one row at a time, or fewer tokens"
+            f"and this one may reach position {longest + new_tokens - 2}: decode one row at a time, without padding, "
+            "or fewer tokens"
+        )
+    if target.window is not None and bool((mask[:, :-1].bool() & ~mask[:, 1:].bool()).any()):
+        raise ValueError(
+            "attention_mask has zeros between ones, which the sliding windows of `generate` count as tokens: take "
+            "these tokens out of input_ids"
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -35,10 +36,10 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # One slot more than is ever handed out: were the buffer exactly as long as the mask in the first compiled pass,
         # the compiler would take the two lengths for one and compile again when they part.
-        capacity = self._owner.capacity + 1
+        slots = self._owner.allocated + 1
         # Zeros, not empty: a masked slot still takes part in `0 · value`, and uninitialised memory may hold NaN.
-        self.keys = key_states.new_zeros(*key_states.shape[:2], capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(*value_states.shape[:2], capacity, value_states.shape[-1])
+        self.keys = key_states.new_zeros(*key_states.shape[:2], slots, key_states.shape[-1])
+        self.values = value_states.new_zeros(*value_states.shape[:2], slots, value_states.shape[-1])
         self.device, self.dtype = key_states.device, key_states.dtype
         self.is_initialized = True
 
@@ -52,6 +53,12 @@ class SlotLayer(CacheLayerMixin):
         self.values[rows, :, slots] = value_states.transpose(1, 2)
         high = self._owner.high_water
         return self.keys[:, :, :high], self.values[:, :, :high]
+
+    def grow(self, slots: int) -> None:
+        """Make room for that many more slots."""
+        if self.is_initialized:
+            self.keys = functional.pad(self.keys, (0, 0, 0, slots))
+            self.values = functional.pad(self.values, (0, 0, 0, slots))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._owner.high_water, 0
@@ -72,21 +79,33 @@ class SlotCache(Cache):
         capacity: slots per row; must hold every committed token plus the nodes of one tree.
         device: where the bookkeeping tensors live (the model's device).
         granularity: the attended length is rounded up to a multiple of this, so that shapes repeat.
+        at_once: slots allocated at first, since a cap on the length may be far beyond what is generated; caches that
+            need more double, which copies them.
 
     Attributes:
-        visible: `[B, capacity]` bool, slots that hold committed tokens.
-        positions: `[B, capacity]` int64, position of the token in each slot (meaningful where visible or in flight).
+        allocated: slots per row that there is memory for, at most `capacity`.
+        visible: `[B, allocated]` bool, slots that hold committed tokens.
+        positions: `[B, allocated]` int64, position of the token in each slot (meaningful where visible or in flight).
         slots: `[B, N]` int64, slots of the pass in flight; `rows` `[B, 1]` goes with it.
         lengths: committed tokens per row, host integers.
         high_water: slots `>= high_water` have never been used; attention stops there.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device, granularity: int = 64):
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        granularity: int = 64,
+        at_once: int = 4096,
+    ):
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
         self.capacity = capacity
         self.granularity = granularity
-        self.visible = torch.zeros(batch, capacity, dtype=torch.bool, device=device)
-        self.positions = torch.zeros(batch, capacity, dtype=torch.long, device=device)
+        self.allocated = min(capacity, at_once)
+        self.visible = torch.zeros(batch, self.allocated, dtype=torch.bool, device=device)
+        self.positions = torch.zeros(batch, self.allocated, dtype=torch.long, device=device)
         self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)
         self.rows = torch.arange(batch, device=device)[:, None]
         self.lengths = [0] * batch
@@ -109,6 +128,8 @@ class SlotCache(Cache):
         nodes = positions.shape[1]
         if nodes > self.free:
             raise ValueError(f"a pass over {nodes} nodes does not fit: {self.free} of {self.capacity} slots are free")
+        if max(self.lengths) + nodes > self.allocated:
+            self._grow(max(self.lengths) + nodes)
         # Free slots are handed out lowest first, so no slot beyond lengths + nodes can be in use, and a stable sort of
         # the visibility bits lists the free ones first, in order, without asking the host.
         near = self.visible[:, : max(self.lengths) + nodes]
@@ -118,7 +139,15 @@ class SlotCache(Cache):
         )  # a view would carry the cache's length into the compiled pass
         self.positions.scatter_(1, self.slots, positions)
         used = max(max(self.lengths) + nodes, self.high_water)
-        self.high_water = min(-(-used // self.granularity) * self.granularity, self.capacity)
+        self.high_water = min(-(-used // self.granularity) * self.granularity, self.allocated)
+
+    def _grow(self, needed: int) -> None:
+        more = min(self.capacity, max(needed, 2 * self.allocated)) - self.allocated
+        self.visible = functional.pad(self.visible, (0, more))
+        self.positions = functional.pad(self.positions, (0, more))
+        for layer in self.layers:
+            cast(SlotLayer, layer).grow(more)
+        self.allocated += more
 
     def commit(self, accepted: Tensor) -> None:
         """Make the accepted nodes of the pass in flight visible to all later passes.

@@ -7,11 +7,13 @@ Vanilla speculative decoding is this loop with a draft-model drafter, plain deco
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from treedec.acceptance import AcceptanceRule, Accepted, TreeView, Walk, walk
@@ -40,7 +42,7 @@ class Request:
         pad: the id that fills ended rows; None only if rows do not end.
         foreign: names of processors and criteria that treedec knows nothing about.
         keep_scores, keep_logits: whether blocks carry the processed scores and the raw logits of their tokens.
-        repairs_logits: whether a processor mends NaN and infinite logits, which are an error otherwise.
+        repairs_logits: whether transformers' own processor mends NaN and infinite logits, which are an error otherwise.
         generator: source of random numbers; None for the default generator of the model's device.
         chunk: most tokens of the prompt in one pass; None for the target's own.
     """
@@ -90,7 +92,7 @@ class _Rows:
     `stopped` rows have met their criteria; unless rows end one by one, they go on until all have.
     """
 
-    ids: Tensor  # [B, max_length] int64
+    ids: Tensor  # [B, at least the longest row] int64
     padding: list[int]
     lengths: list[int]
     finished: list[bool]
@@ -98,9 +100,23 @@ class _Rows:
     texts: list[list[int]] = field(default_factory=list)
 
     def append(self, row: int, tokens: list[int]) -> None:
-        self.ids[row, self.lengths[row] : self.lengths[row] + len(tokens)] = torch.tensor(tokens)
+        self.write(row, self.lengths[row], tokens)
         self.texts[row] += tokens
         self.lengths[row] += len(tokens)
+
+    def write(self, row: int | slice, place: int, tokens: list[int]) -> None:
+        """Put tokens there, one after the other in one row, or one below the other in all; room is made as needed.
+
+        The cap on the length may be far beyond what is generated, so it is not allocated for.
+        """
+        end = place + (len(tokens) if isinstance(row, int) else 1)
+        if end > self.ids.shape[1]:
+            self.ids = functional.pad(self.ids, (0, max(end, 2 * self.ids.shape[1]) - self.ids.shape[1]))
+        values = torch.tensor(tokens, device="cpu")
+        if isinstance(row, int):
+            self.ids[row, place:end] = values
+        else:
+            self.ids[row, place] = values
 
 
 class Decoder:
@@ -116,8 +132,7 @@ class Decoder:
     def __init__(self, target: Target, drafter: Drafter, rule: AcceptanceRule, request: Request):
         self.target, self.rule, self.request = target, rule, request
         batch, length = request.input_ids.shape
-        ids = request.input_ids.new_zeros(batch, request.max_length)
-        ids[:, :length] = request.input_ids
+        ids = request.input_ids.long()
         real = request.attention_mask.bool()
         texts = [row[mask].tolist() for row, mask in zip(request.input_ids, real, strict=True)]
         self.rows = _Rows(ids, (~real).sum(1).tolist(), [length] * batch, [False] * batch, [False] * batch, texts)
@@ -129,7 +144,9 @@ class Decoder:
         self.history: tuple[Tensor, ...] = ()  # `[B, V]` scores of every step, for criteria that get the whole batch
         capacity = request.max_length + drafter.max_nodes
         self.cache: SlotCache = target.allocate(batch, capacity)
-        self.session = drafter.start(target, batch, capacity)
+        with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
+            # A drafter that begins with random numbers must not shift those of the text.
+            self.session = drafter.start(target, batch, capacity)
 
     @torch.no_grad()
     def run(self) -> Iterator[Committed]:
@@ -151,8 +168,9 @@ class Decoder:
                 continue
             state = self._state(hidden)
             draft = self.session.propose(state)
-            draft.tree.validate(self.target.vocab_size, state.room)
-            draft.tree.check_roots([None if text is None else text[-1] for text in state.texts])
+            draft.validate(self.target.vocab_size, state.room)
+            texts, finished = self.rows.texts, self.rows.finished
+            draft.tree.check_roots([None if done else text[-1] for text, done in zip(texts, finished, strict=True)])
             verified = self.target.verify(self.cache, draft.tree)
             if draft.tree.width > 1 and draft.probabilities is None and not bool(verified.hidden.isfinite().all()):
                 # A drafted token that overflows would spoil its whole row, and later passes too: a masked value still
@@ -161,8 +179,8 @@ class Decoder:
                 draft = Draft(self._roots())
                 verified = self.target.verify(self.cache, draft.tree)
             accepted = self._accept(draft, verified)
-            last = torch.tensor([0 if path is None else path.nodes[-1] for path in accepted])
-            hidden = verified.hidden[torch.arange(len(accepted)), last]
+            last = [0 if path is None else path.nodes[-1] for path in accepted]
+            hidden = verified.hidden[list(range(len(accepted))), last]
             yield self._commit(draft, verified, accepted)
 
     def _read(self, ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Committed]:
@@ -204,7 +222,7 @@ class Decoder:
     def _state(self, hidden: Tensor) -> DraftState:
         rows = self.rows
         return DraftState(
-            texts=[None if done else text for text, done in zip(rows.texts, rows.finished, strict=True)],
+            texts=[None if done else list(text) for text, done in zip(rows.texts, rows.finished, strict=True)],
             hidden=hidden,
             room=[self._room(row) for row in range(len(rows.lengths))],
             budget=self.cache.free,
@@ -227,7 +245,7 @@ class Decoder:
         lengths = [going if done else length for length, done in zip(rows.lengths, rows.finished, strict=True)]
         steps = [length - self.prompt_length + depth - 1 for length in lengths]
         if len(set(steps)) == 1:
-            return self.noise.at(steps[0])
+            return self.noise.at(steps[0]).clone()  # which a drafter may do with as it likes
         return torch.stack([self.noise.at(step)[row] for row, step in enumerate(steps)])
 
     def _accept(self, draft: Draft, verified: Verified) -> list[Accepted | None]:
@@ -240,8 +258,9 @@ class Decoder:
                 accepted = walk(self.rule, views, step.scores_after, step.stops_after)
             else:
                 accepted = [self.rule.accept(view) for view in views]
-        except Exception:
-            if self.noise is not None:  # `generate` would have drawn for the tokens up to here
+        except BaseException:
+            if self.noise is not None and not self.request.together:
+                # `generate` would have drawn for the tokens up to here; rows in step have been settled at every step.
                 self.noise.settle(self.steps_drawn)
             raise
         paths = dict(zip(going, accepted, strict=True))
@@ -257,11 +276,13 @@ class Decoder:
             """`[1, t]` ids up to and including a path below the root, written where they will be if committed."""
             extra = [tokens[node] for node in path[1:]] + list(more)
             if extra:
-                self.rows.ids[row, length : length + len(extra)] = torch.tensor(extra)
+                self.rows.write(row, length, extra)
             return self.rows.ids[row : row + 1, : length + len(extra)]
 
         def scores_at(node: int, path: list[int]) -> Tensor:
-            scores = self.raw_scores(logits[node : node + 1], row, new + len(path) - 1)
+            scores = logits[node : node + 1].to(dtype=torch.float32, copy=True)
+            if not self.request.repairs_logits:
+                _check_finite(scores, row, new + len(path) - 1)
             processors = self.request.processors[row]
             self.scores[row][node] = _processed(processors, prefix(path), scores)[0] if processors else scores[0]
             return self.scores[row][node]
@@ -282,27 +303,12 @@ class Decoder:
             chance=self.chance,
         )
 
-    def raw_scores(self, logits: Tensor, row: int, step: int) -> Tensor:
-        """`[1, V]` logits in float32 whatever the model's dtype, as in `generate`; a copy, for processors to write on.
-
-        Raises:
-            ValueError: NaN or infinite logits (single tokens may be ruled out by minus infinity).
-        """
-        scores = logits.to(dtype=torch.float32, copy=True)
-        # The largest is NaN if any is; it is minus infinity only if all are.
-        if not self.request.repairs_logits and not bool(scores.max().isfinite()):
-            raise ValueError(
-                f"row {row}, step {step}: the model's logits are NaN or infinite, so no token can be chosen; check its "
-                "weights and dtype (float16 overflows easily), or give remove_invalid_values=True"
-            )
-        return scores
-
     def _commit(
         self, draft: Draft, verified: Verified, accepted: list[Accepted | None], cached: bool = False
     ) -> Committed:
         """Append accepted tokens, make their slots visible (unless the prefill already did) and tell the drafter."""
         rows, tree = self.rows, draft.tree
-        kept = torch.zeros(tree.tokens.shape, dtype=torch.bool)
+        kept = torch.zeros(tree.tokens.shape, dtype=torch.bool, device="cpu")
         tokens: list[list[int]] = []
         for row, path in enumerate(accepted):
             tokens.append(
@@ -340,6 +346,8 @@ class Decoder:
 class _Lockstep:
     """The walk of a batch whose rows advance together: processors and criteria get exactly the calls of `generate`.
 
+    They are given ids and scores of their own, and the random generator as it would be, from which they may draw.
+
     Args:
         decoder: whose rows they are; all unfinished ones have the same length.
         going: the unfinished rows.
@@ -353,11 +361,15 @@ class _Lockstep:
 
     def scores_after(self, paths: list[list[int]]) -> list[Tensor]:
         step = self._length - self._decoder.prompt_length
+        nodes = {row: path[-1] for row, path in zip(self._going, paths, strict=True) if not self._ended(row)}
         scores = self._logits.new_zeros(self._logits.shape[0], self._logits.shape[2], dtype=torch.float32)
-        for row, path in zip(self._going, paths, strict=True):
-            if not self._ended(row):
-                scores[row] = self._decoder.raw_scores(self._logits[row, path[-1] : path[-1] + 1], row, step)[0]
-        scores = _processed(self._request.processors[0], self._rows.ids[:, : self._length], scores)
+        for row, node in nodes.items():
+            scores[row] = self._logits[row, node].float()
+        suspects = [row for row in nodes if not _all_finite(scores[row])]
+        with self._random_numbers():
+            scores = _processed(self._request.processors[0], self._rows.ids[:, : self._length].clone(), scores)
+        for row in suspects:  # unless a processor has mended them
+            _check_finite(scores[row], row, step)
         for row, path in zip(self._going, paths, strict=True):
             self._decoder.scores[row][path[-1]] = scores[row]
         if self._request.keep_scores:
@@ -366,16 +378,42 @@ class _Lockstep:
 
     def stops_after(self, paths: list[list[int]], tokens: list[int]) -> list[bool]:
         rows, chosen = self._rows, dict(zip(self._going, tokens, strict=True))
-        column = [self._request.pad if self._ended(row) else chosen[row] for row in range(len(rows.lengths))]
-        rows.ids[:, self._length] = torch.tensor(column)
+        # There is padding wherever rows end before the others.
+        column = [cast(int, self._request.pad) if self._ended(row) else chosen[row] for row in range(len(rows.lengths))]
+        rows.write(slice(None), self._length, column)
         self._length += 1
         history = self._decoder.history if self._request.keep_scores else None
-        verdict = self._request.criteria(rows.ids[:, : self._length], history).tolist()
+        with self._random_numbers():
+            verdict = self._request.criteria(rows.ids[:, : self._length].clone(), history).tolist()
         rows.stopped = [before or now for before, now in zip(rows.stopped, verdict, strict=True)]
         return [self._ended(row) for row in self._going]
 
+    @contextmanager
+    def _random_numbers(self) -> Iterator[None]:
+        """While the user's code runs, the generator is where `generate` would have it, and its draws count."""
+        noise = self._decoder.noise
+        if noise is not None:
+            noise.settle(self._decoder.steps_drawn)
+        yield
+        if noise is not None:
+            noise.follow()
+
     def _ended(self, row: int) -> bool:
         return self._rows.stopped[row] if self._request.rows_end else all(self._rows.stopped)
+
+
+def _all_finite(scores: Tensor) -> bool:
+    """Whether a token can be chosen: single ones may be ruled out by minus infinity."""
+    return bool(scores.max().isfinite())  # NaN if any is, and minus infinity only if all are
+
+
+def _check_finite(scores: Tensor, row: int, step: int) -> None:
+    """Raise `ValueError` for NaN or infinite `scores`."""
+    if not _all_finite(scores):
+        raise ValueError(
+            f"row {row}, step {step}: the model's logits are NaN or infinite, so no token can be chosen; check its "
+            "weights and dtype (float16 overflows easily), or give remove_invalid_values=True"
+        )
 
 
 def _drawn(draft: Draft, row: int, count: int) -> list[bool]:

@@ -18,7 +18,7 @@ smallest drafter guesses from the text alone:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from treedec.chance import Chance
 from treedec.target import Target
-from treedec.tree import TokenTree
+from treedec.tree import TokenTree, TreeError
 
 
 class Drafting(Enum):
@@ -80,6 +80,24 @@ class Draft:
     tree: TokenTree
     probabilities: Tensor | None = None
     drawn: Tensor | None = None
+
+    def validate(self, vocab_size: int, room: Sequence[int]) -> None:
+        """Raise `TreeError` unless the tree is one (`TokenTree.validate`) and its probabilities could be some."""
+        self.tree.validate(vocab_size, room)
+        shape = (self.tree.batch, self.tree.width)
+        if self.drawn is not None and (self.probabilities is None or tuple(self.drawn.shape) != shape):
+            raise TreeError(f"drawn must be {list(shape)}, and there must be probabilities that nodes were drawn from")
+        if self.probabilities is None:
+            return
+        if tuple(self.probabilities.shape) != (*shape, vocab_size):
+            raise TreeError(
+                f"the draft's probabilities must be {[*shape, vocab_size]}, not {list(self.probabilities.shape)}"
+            )
+        lowest, total = self.probabilities.amin(-1), self.probabilities.sum(-1)
+        bad = ~(lowest >= 0) | ~total.isfinite()
+        if bool(bad.any()):
+            row, node = bad.nonzero()[0].tolist()
+            raise TreeError(f"row {row}, node {node}: the probabilities of its children are NaN, infinite or negative")
 
 
 @dataclass(frozen=True)

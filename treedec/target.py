@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from treedec.cache import SlotCache
 from treedec.limits import BACKENDS, SLIDING_ATTENTION, UnsupportedModel, check_configuration
 from treedec.tree import TokenTree
+
+_CHUNK = 512  # columns of a prompt in one pass
 
 
 def logit_factor(config: PretrainedConfig) -> float:
@@ -185,17 +188,16 @@ class Target:
         return SlotCache(self.config.num_hidden_layers, batch, capacity, self.device)
 
     def prefill(
-        self, cache: SlotCache, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int = 512
+        self, cache: SlotCache, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int | None = None
     ) -> Verified:
         """Cache more text of each row, `chunk` columns at a time, so that the memory peak does not grow with it.
-
-        Text that reaches beyond the `rope_switch` is not divided.
 
         Args:
             cache: holds the text so far, usually none.
             input_ids: `[B, L]` int64, L at least 1: what follows it.
             attention_mask: `[B, L]`, 0 for (left) padding; None means no padding.
-            chunk: columns per pass; bounds activations at `[B, chunk, ·]`.
+            chunk: columns per pass; bounds activations at `[B, chunk, ·]`. None for 512, or for all where the text
+                reaches beyond the `rope_switch`: undivided, as `generate` reads it.
 
         Returns:
             Logits `[B, 1, V]` and LM-head input `[B, 1, H]` after the last column.
@@ -204,8 +206,10 @@ class Target:
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         before = torch.tensor(cache.lengths, device=real.device)[:, None]
         positions = (real.long().cumsum(1) - 1).clamp(min=0) + torch.where(real.any(1, keepdim=True), before, 0)
-        if self.rope_switch is not None and int(positions.max()) >= self.rope_switch.position:
-            chunk = length  # the whole prompt is rotated with the frequencies of its longest row's last position
+        if chunk is None:
+            # There all of the prompt is rotated with the frequencies of its longest row's last position.
+            switch = self.rope_switch
+            chunk = length if switch is not None and int(positions.max()) >= switch.position else _CHUNK
         for start in range(0, length, chunk):
             part = slice(start, min(start + chunk, length))
             width = part.stop - part.start
@@ -226,7 +230,7 @@ class Target:
             tree: `B` rows of N nodes.
         """
         # Padding is placed at its row's root, and at 0 in rows that have none: a full row has no position to spare.
-        roots = (torch.tensor(cache.lengths) * (tree.counts > 0))[:, None]
+        roots = (torch.tensor(cache.lengths, device="cpu") * (tree.counts > 0))[:, None]
         if self._compiled is None:
             positions = (roots + tree.depths).to(self.device, non_blocking=True)
             return self.score(cache, tree.tokens.to(self.device), positions, tree.ancestors.to(self.device), keep=0)
@@ -323,8 +327,11 @@ class Target:
     def _head_input(self, last_only: bool = False) -> Iterator[list[Tensor]]:
         """Capture the LM head's input; with `last_only` the head itself then sees only the last position."""
         captured: list[Tensor] = []
+        own = threading.get_ident()
 
         def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            if threading.get_ident() != own:
+                return None  # a pass of another thread over the same model
             captured.append(arguments[0])
             return (arguments[0][:, -1:], *arguments[1:]) if last_only else None
 

@@ -42,15 +42,16 @@ class TokenTree:
     def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TokenTree:
         """Build a padded tree from one `(tokens, parents)` pair per row; an empty pair is a finished row."""
         width = max(1, max((len(tokens) for tokens, _ in rows), default=1))
-        tokens = torch.zeros(len(rows), width, dtype=torch.long)
-        parents = torch.zeros(len(rows), width, dtype=torch.long)
+        tokens = torch.zeros(len(rows), width, dtype=torch.long, device="cpu")
+        parents = torch.zeros(len(rows), width, dtype=torch.long, device="cpu")
         parents[:, 0] = -1
         for row, (row_tokens, row_parents) in enumerate(rows):
             if len(row_tokens) != len(row_parents):
                 raise TreeError(f"row {row}: {len(row_tokens)} tokens but {len(row_parents)} parents")
-            tokens[row, : len(row_tokens)] = torch.as_tensor(row_tokens, dtype=torch.long)
-            parents[row, : len(row_parents)] = torch.as_tensor(row_parents, dtype=torch.long)
-        return cls(tokens, parents, torch.tensor([len(row_tokens) for row_tokens, _ in rows]))
+            tokens[row, : len(row_tokens)] = torch.as_tensor(row_tokens, dtype=torch.long, device="cpu")
+            parents[row, : len(row_parents)] = torch.as_tensor(row_parents, dtype=torch.long, device="cpu")
+        counts = [len(row_tokens) for row_tokens, _ in rows]
+        return cls(tokens, parents, torch.tensor(counts, dtype=torch.long, device="cpu"))
 
     @classmethod
     def chains(cls, rows: Sequence[Sequence[int]]) -> TokenTree:

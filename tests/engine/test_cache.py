@@ -2,8 +2,20 @@
 
 import pytest
 import torch
-from kit import DRAFTERS, decoder, prompts, ragged_prompts, reference, scripted, tiny_model, uneven
+from kit import (
+    DRAFTERS,
+    check_visible_states,
+    decoder,
+    fresh_prefill,
+    prompts,
+    ragged_prompts,
+    reference,
+    scripted,
+    tiny_model,
+    uneven,
+)
 
+import treedec
 from treedec.cache import SlotCache
 
 CPU = torch.device("cpu")
@@ -81,23 +93,6 @@ def test_attention_ends_at_the_high_water_mark_rounded_up_and_capped():
     assert lengths == [4, 4, 8, 8, 10]
 
 
-def fresh_prefill(model, tokens):
-    with torch.no_grad():
-        out = model(input_ids=torch.tensor([tokens]), use_cache=True)
-    cache = out["cache"] if "cache" in out else out["past_key_values"]  # transformers 5.24 renamed it
-    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-
-
-def check_visible_states(model, decoding):
-    """Every committed token but the last, which is the next root, is cached; nothing else is visible."""
-    for row, text in enumerate(decoding.rows.texts):
-        assert decoding.cache.lengths[row] == len(text) - 1 == int(decoding.cache.visible[row].sum())
-        for layer, (k, v) in enumerate(fresh_prefill(model, text[:-1])):
-            ours_k, ours_v = decoding.cache.visible_states(layer, row)
-            torch.testing.assert_close(ours_k, k, atol=1e-11, rtol=0)
-            torch.testing.assert_close(ours_v, v, atol=1e-11, rtol=0)
-
-
 # Not mistral, whose own cache forgets what left the window.
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox", "phi3", "qwen3"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -135,3 +130,25 @@ def test_a13_what_leaves_a_window_is_still_there_for_the_tree():
             assert ours_k.shape[1] == len(text)
             torch.testing.assert_close(ours_k[:, -k.shape[1] :], k, atol=1e-11, rtol=0)
             torch.testing.assert_close(ours_v[:, -v.shape[1] :], v, atol=1e-11, rtol=0)
+
+
+def test_a_cache_grows_when_it_has_to_and_not_before():
+    small, whole = SlotCache(1, 2, 40, CPU, granularity=4, at_once=4), SlotCache(1, 2, 40, CPU, granularity=4)
+    allocated = []
+    for round_ in range(6):
+        for cache in (small, whole):
+            place = 3 * round_
+            write(cache, [[place, place + 1, place + 2, place + 1]] * 2, keys=[[place, 1, 2, 3], [place + 50, 4, 5, 6]])
+            cache.commit(torch.tensor([[True, True, True, False], [True, True, False, round_ % 2 == 0]]))
+        assert [keys(small, row) for row in (0, 1)] == [keys(whole, row) for row in (0, 1)]
+        allocated.append(small.allocated)
+    assert allocated[0] == 4 and allocated[-1] == 32 and whole.allocated == 40
+
+
+def test_a_distant_cap_on_the_length_costs_nothing():
+    model = tiny_model()
+    ids, arguments = prompts(), {"max_new_tokens": 10**9, "do_sample": False, "pad_token_id": 0}
+    ends = reference(model, ids, max_new_tokens=9, do_sample=False).new[0][-1]
+    expected = reference(model, ids, eos_token_id=ends, **arguments)
+    out = treedec.generate(model, ids, scripted(expected, "last-branch"), eos_token_id=ends, **arguments)
+    assert torch.equal(out, expected.ids)

@@ -5,6 +5,7 @@ import torch
 from kit import (
     DECODING,
     VOCAB,
+    characters,
     decoder,
     fresh_model,
     prompts,
@@ -14,7 +15,6 @@ from kit import (
     tiny_model,
     uneven,
 )
-from tokenizers import Tokenizer, decoders, models
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
@@ -22,7 +22,6 @@ from transformers import (
     GPTNeoConfig,
     GPTNeoForCausalLM,
     LogitsProcessor,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
 )
 
@@ -186,14 +185,6 @@ def test_a_distribution_without_support_raises_and_the_next_call_works():
     expected = reference(tiny_model(), prompts(), **SAMPLED)
     torch.manual_seed(7)
     assert torch.equal(treedec.generate(tiny_model(), prompts(), **SAMPLED), expected.ids)
-
-
-def characters():
-    """A tokenizer of one printable ASCII character per id."""
-    vocabulary = {chr(33 + i): i for i in range(VOCAB - 3)} | {f"<{i}>": VOCAB - 3 + i for i in range(3)}
-    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @pytest.mark.parametrize("where", ["argument", "generation_config"])

@@ -1,11 +1,15 @@
 """The contract of `generate`: every argument works as in transformers or is refused by name."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from drafters import Scripted
 from kit import (
     DECODING,
     VOCAB,
+    characters,
     decoder,
     fresh_model,
     hooks,
@@ -16,10 +20,10 @@ from kit import (
     tiny_model,
     uneven,
 )
-from tokenizers import Tokenizer, decoders, models
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import treedec
+from treedec import Draft, Drafter, DraftSession, TokenTree
 
 NEW = 20
 DECODINGS = ("greedy", "T=1.0", "top_k")
@@ -31,14 +35,6 @@ def ours(model, ids, drafter=None, **arguments):
     torch.manual_seed(7)
     arguments.setdefault("attention_mask", torch.ones_like(ids))
     return treedec.generate(model, ids, drafter, **arguments)
-
-
-def characters():
-    """A tokenizer of one printable ASCII character per id."""
-    vocabulary = {chr(33 + i): i for i in range(VOCAB - 3)} | {f"<{i}>": VOCAB - 3 + i for i in range(3)}
-    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 # Every field of the configuration: it works like this, is refused, or `generate` itself makes nothing of it here.
@@ -417,13 +413,76 @@ def test_a_criterion_ends_rows_if_there_is_an_eos_and_else_the_batch_when_all_ha
     assert torch.equal(torch.get_rng_state(), expected.rng_state)
 
 
-@pytest.mark.parametrize("rule", ["typical"])
+@pytest.mark.parametrize("rule", ["typical", "traversal"])
 def test_rules_that_score_the_whole_tree_refuse_processors_with_a_memory(rule):
     given = {"acceptance": rule, "logits_processor": [Grammar()], **SAMPLED}
     with pytest.raises(ValueError, match=f"acceptance='{rule}' scores tokens .* which Grammar must not see"):
         ours(tiny_model(), prompts(), **given)
     with pytest.raises(ValueError, match="criteria without an eos_token_id in a batch must not see"):
         ours(tiny_model(), prompts(2), acceptance=rule, stop_strings="a", tokenizer=characters(), **SAMPLED)
+
+
+class Noisy(LogitsProcessor):
+    """Draws from the generator that the sampling itself draws from."""
+
+    def __call__(self, input_ids, scores):
+        return scores + torch.randn(scores.shape).to(scores)
+
+
+class StopsAtRandom(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.rand(len(input_ids)) < 0.05
+
+
+@pytest.mark.parametrize("eos", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a09_processors_and_criteria_may_draw_random_numbers(batch, eos):
+    model, (ids, mask) = tiny_model(), ragged_prompts((12, 5, 9)[:batch])
+    arguments = {
+        "attention_mask": mask,
+        "logits_processor": [Noisy()],
+        "stopping_criteria": [StopsAtRandom()],
+        **SAMPLED,
+    }
+    if eos:
+        arguments |= {"eos_token_id": [11, 26], "pad_token_id": 0}
+    expected = reference(model, ids, **arguments)
+    for drafter in (scripted(expected, "last-branch", mask), uneven(expected, mask), None):
+        assert torch.equal(ours(model, ids, drafter, **arguments), expected.ids)
+        assert torch.equal(torch.get_rng_state(), expected.rng_state)
+
+
+class Keeping(LogitsProcessor):
+    """Keeps the ids it was given, wants them contiguous, and writes into them."""
+
+    def __init__(self):
+        self.kept = []
+
+    def __call__(self, input_ids, scores):
+        self.kept.append((input_ids, input_ids.view(-1).tolist()))
+        return scores
+
+
+def test_processors_get_ids_of_their_own():
+    processor = Keeping()
+    ours(tiny_model(), prompts(3), scripted(reference(tiny_model(), prompts(3), **GREEDY), "oracle"),
+         logits_processor=[processor], **GREEDY)  # fmt: skip
+    assert len(processor.kept) == NEW and all(ids.flatten().tolist() == text for ids, text in processor.kept)
+
+
+class Mends(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores.nan_to_num(nan=-5.0)
+
+
+def test_a_processor_of_the_user_may_mend_logits():
+    model = fresh_model()
+    model.lm_head.weight[4] = torch.nan
+    expected = reference(model, prompts(), logits_processor=[Mends()], **GREEDY)
+    drafter = scripted(expected, "oracle")
+    assert torch.equal(ours(model, prompts(), drafter, logits_processor=[Mends()], **GREEDY), expected.ids)
+    with pytest.raises(ValueError, match="row 0, step 0: the model's logits are NaN"):
+        ours(model, prompts(), logits_processor=[Untouched()], **GREEDY)
 
 
 # Streamers.
@@ -606,6 +665,15 @@ def test_a15_decoding_across_a_change_of_rotary_frequencies_equals_generate(name
 
 
 @pytest.mark.parametrize("name", SWITCHING)
+def test_a15_a_prompt_that_is_to_be_divided_is_divided_as_by_generate(name):
+    arguments = {"prefill_chunk_size": 8, **GREEDY}
+    expected = reference(switching(name), prompts(length=30), **arguments)
+    assert torch.equal(
+        ours(switching(name), prompts(length=30), scripted(expected, "oracle"), **arguments), expected.ids
+    )
+
+
+@pytest.mark.parametrize("name", SWITCHING)
 def test_a15_a_batch_is_not_decoded_across_a_change_of_rotary_frequencies(name):
     model, (ids, mask) = switching(name), ragged_prompts()
     arguments = {"attention_mask": mask, "do_sample": False}
@@ -613,3 +681,118 @@ def test_a15_a_batch_is_not_decoded_across_a_change_of_rotary_frequencies(name):
     assert torch.equal(ours(model, ids, uneven(expected, mask), max_new_tokens=9, **arguments), expected.ids)
     with pytest.raises(ValueError, match=r"from position 20 on, .* decode one row at a time"):
         ours(model, ids, max_new_tokens=10, **arguments)
+    with pytest.raises(ValueError, match="without padding"):
+        ours(model, ids[1:2], attention_mask=mask[1:2], max_new_tokens=20)
+
+
+# Threads, contexts, and odd inputs.
+
+
+def test_a17_threads_that_decode_with_one_model_do_not_disturb_each_other():
+    model, ids = tiny_model(), [prompts(length=length, seed=length) for length in (5, 9, 14)]
+    expected = [reference(model, each, max_new_tokens=40, do_sample=False) for each in ids]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            runs = [
+                pool.submit(
+                    treedec.generate, model, each, scripted(wanted, "last-branch"), max_new_tokens=40, do_sample=False
+                )
+                for each, wanted in zip(ids, expected, strict=True)
+            ]
+            found = [run.result() for run in runs]
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(out, wanted.ids) for out, wanted in zip(found, expected, strict=True))
+
+
+def test_the_default_device_is_not_that_of_trees():
+    with torch.device("meta"):
+        tree = treedec.TokenTree.from_rows([([1, 2, 3], [-1, 0, 0]), ([], [])])
+        tree.padded(5).validate(VOCAB, [1, 0])
+        assert tree.ancestors.device.type == tree.depths.device.type == "cpu"
+
+
+def test_ids_of_another_integer_type_are_as_in_generate():
+    expected = reference(tiny_model(), prompts().int(), **GREEDY)
+    out = ours(tiny_model(), prompts().int(), **GREEDY)
+    assert out.dtype == expected.ids.dtype and torch.equal(out, expected.ids)
+    with pytest.raises(ValueError, match="input_ids must be integers"):
+        ours(tiny_model(), prompts().float(), **GREEDY)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_a14_gaps_in_the_attention_mask_equal_generate_unless_there_is_a_window(architecture):
+    model, ids, mask = tiny_model(architecture), prompts(), torch.ones(1, 12, dtype=torch.long)
+    mask[0, [2, 3, 7]] = 0
+    if architecture == "mistral":
+        with pytest.raises(ValueError, match="zeros between ones, which the sliding windows"):
+            ours(model, ids, attention_mask=mask, **GREEDY)
+    else:
+        expected = reference(model, ids, attention_mask=mask, **GREEDY)
+        drafter = scripted(expected, "last-branch", mask)
+        assert torch.equal(ours(model, ids, drafter, attention_mask=mask, **GREEDY), expected.ids)
+
+
+class Careless(Drafter):
+    """Draws, writes and appends where a drafter should not."""
+
+    name, max_nodes = "careless", 2
+
+    def start(self, target, batch, capacity):
+        torch.rand(3)
+        return _CarelessSession()
+
+
+class _CarelessSession(DraftSession):
+    def propose(self, state):
+        torch.rand(5)
+        state.noise(1).zero_()
+        tree = TokenTree.chains([[] if text is None else [text[-1], 3][: 1 + room]
+                                 for text, room in zip(state.texts, state.room, strict=True)])  # fmt: skip
+        for text in state.texts:
+            if text is not None:
+                text.append(3)
+        return Draft(tree)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_careless_drafter_changes_nothing(batch):
+    model, ids = tiny_model(), prompts(batch)
+    expected = reference(model, ids, **SAMPLED)
+    assert torch.equal(ours(model, ids, Careless(), **SAMPLED), expected.ids)
+    assert torch.equal(torch.get_rng_state(), expected.rng_state)
+
+
+class Unlikely(Drafter):
+    name, max_nodes = "unlikely", 2
+
+    def __init__(self, probabilities, drawn=None):
+        self.probabilities, self.drawn = probabilities, drawn
+
+    def start(self, target, batch, capacity):
+        return _UnlikelySession(self)
+
+
+class _UnlikelySession(DraftSession):
+    def __init__(self, plan):
+        self.plan = plan
+
+    def propose(self, state):
+        return Draft(TokenTree.chains([[state.texts[0][-1], 3]]), self.plan.probabilities, self.plan.drawn)
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "drawn", "message"),
+    [
+        (torch.full((1, 2, VOCAB), torch.nan), None, "row 0, node 0: the probabilities .* NaN"),
+        (torch.full((1, 2, VOCAB), -1.0), None, "row 0, node 0: the probabilities .* negative"),
+        (torch.ones(1, 2, VOCAB - 1), None, r"must be \[1, 2, 97\], not \[1, 2, 96\]"),
+        (torch.ones(1, 2, VOCAB), torch.ones(1, 3, dtype=torch.bool), r"drawn must be \[1, 2\]"),
+        (None, torch.ones(1, 2, dtype=torch.bool), "drawn must be"),
+    ],
+)
+def test_a12_a_draft_with_impossible_probabilities_is_refused(probabilities, drawn, message):
+    with pytest.raises(treedec.TreeError, match=message):
+        ours(tiny_model(), prompts(), Unlikely(probabilities, drawn), acceptance="residual", **SAMPLED)

@@ -206,11 +206,12 @@ def test_only_tables_of_positions_limit_them(architecture):
 
 
 @pytest.mark.parametrize("name", SWITCHING)
-def test_prefill_beyond_the_rope_switch_is_not_divided(name):
+def test_prefill_beyond_the_rope_switch_is_not_divided(name, monkeypatch):
+    monkeypatch.setattr("treedec.target._CHUNK", 5)
     model, _ = switching(name)
     for length in (SWITCH - 1, SWITCH, SWITCH + 1, SWITCH + 9):
         ids = prompts(length=length)
-        _, verified = prefilled(Target(model), ids, chunk=5)
+        _, verified = prefilled(Target(model), ids)
         torch.testing.assert_close(verified.logits[0, -1], sequential(model, ids[0].tolist()), atol=1e-11, rtol=0)
 
 

@@ -60,7 +60,7 @@ def edit_tensors(folder, change):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_save_and_load_are_bit_identical(tmp_path, dtype):
+def test_a20_save_and_load_are_bit_identical(tmp_path, dtype):
     model = tiny_model().to(dtype)
     heads = random_heads().to(dtype)
     save_heads(tmp_path / "a", heads, Fingerprint.of(model), {}, dtype=dtype)
@@ -193,7 +193,7 @@ BROKEN_TENSORS = {
 
 
 @pytest.mark.parametrize("name", BROKEN_TENSORS)
-def test_tensors_that_do_not_fit_are_named(folder, model, name):
+def test_a20_tensors_that_do_not_fit_are_named(folder, model, name):
     change, message = BROKEN_TENSORS[name]
     edit_tensors(folder, change)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -236,7 +236,7 @@ WRONG_TARGETS = {
 
 
 @pytest.mark.parametrize("name", WRONG_TARGETS)
-def test_heads_do_not_load_onto_another_target(folder, name):
+def test_a20_heads_do_not_load_onto_another_target(folder, name):
     changes, message = WRONG_TARGETS[name]
     with pytest.raises(CheckpointError, match=message):
         load_heads(folder, tiny_model(**changes))
