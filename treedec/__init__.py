@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from treedec.api import custom_generate as custom_generate
     from treedec.api import generate as generate
     from treedec.api import stream as stream
+    from treedec.bounds import AcceptanceBounds as AcceptanceBounds
+    from treedec.bounds import acceptance_bounds as acceptance_bounds
     from treedec.decode import Committed as Committed
     from treedec.drafter import Draft as Draft
     from treedec.drafter import Drafter as Drafter
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 # Every public name and the module it lives in. They are imported when first used: the command line answers `--help`
 # without loading torch, and the engine does not import the heads that draft for it.
 _HOMES = {
+    "AcceptanceBounds": "bounds",
     "AcceptanceRule": "acceptance",
     "BestFirst": "growth",
     "Committed": "decode",
@@ -60,6 +63,7 @@ _HOMES = {
     "TreeDecoderOutput": "api",
     "TreeError": "tree",
     "UnsupportedModel": "limits",
+    "acceptance_bounds": "bounds",
     "check_model": "probe",
     "custom_generate": "api",
     "generate": "api",

@@ -126,7 +126,7 @@ def generate(
     acceptance: Annotated[
         str | None,
         typer.Option(
-            help="'greedy', 'coupled', 'residual', or 'typical' (not lossless).",
+            help="'greedy', 'coupled', 'residual', 'traversal', or 'typical' (not lossless).",
             show_default="greedy, or coupled when sampling",
         ),
     ] = None,
