@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models
 from tokenizers import decoders as text_decoders
 from torch import Tensor
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     PreTrainedModel,
@@ -311,3 +312,34 @@ def syllables():
     backend = Tokenizer(models.BPE(vocabulary, merges=[]))
     backend.decoder = text_decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+class Untouched(LogitsProcessor):
+    """A processor of the user, which treedec knows nothing about."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class Explodes(LogitsProcessor):
+    def __init__(self, after):
+        self.left = after
+
+    def __call__(self, input_ids, scores):
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("boom")
+        return scores
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.given, self.ends = [], 0
+
+    def put(self, value):
+        self.given.append(value)
+
+    def end(self):
+        self.ends += 1

@@ -7,9 +7,7 @@ Vanilla speculative decoding is this loop with a draft-model drafter, plain deco
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from treedec.acceptance import AcceptanceRule, Accepted, TreeView, Walk, walk
 from treedec.cache import SlotCache
 from treedec.chance import Chance, ExponentialNoise, TorchChance
 from treedec.drafter import Draft, Drafter, Drafting, DraftState, Outcome
+from treedec.lockstep import Lockstep, check_finite, processed
 from treedec.target import Target, Verified
 from treedec.tree import TokenTree
 
@@ -234,7 +233,7 @@ class Decoder:
 
     def _shape(self, logits: Tensor) -> Tensor:
         flat = logits.float().reshape(-1, logits.shape[-1])
-        return _processed(self.request.warpers, None, flat).reshape(logits.shape)
+        return processed(self.request.warpers, None, flat).reshape(logits.shape)
 
     def _noise_below_roots(self, depth: int) -> Tensor:
         """`[B, V]`: the noise of the token `depth` levels below each row's root."""
@@ -254,7 +253,7 @@ class Decoder:
         views = [self._view(row, draft, verified.logits[row]) for row in going]
         try:
             if self.request.together and isinstance(self.rule, Walk):
-                step = _Lockstep(self, going, verified.logits)
+                step = Lockstep(self, going, verified.logits)
                 accepted = walk(self.rule, views, step.scores_after, step.stops_after)
             else:
                 accepted = [self.rule.accept(view) for view in views]
@@ -282,9 +281,9 @@ class Decoder:
         def scores_at(node: int, path: list[int]) -> Tensor:
             scores = logits[node : node + 1].to(dtype=torch.float32, copy=True)
             if not self.request.repairs_logits:
-                _check_finite(scores, row, new + len(path) - 1)
+                check_finite(scores, row, new + len(path) - 1)
             processors = self.request.processors[row]
-            self.scores[row][node] = _processed(processors, prefix(path), scores)[0] if processors else scores[0]
+            self.scores[row][node] = processed(processors, prefix(path), scores)[0] if processors else scores[0]
             return self.scores[row][node]
 
         def noise_at(depth: int) -> Tensor:
@@ -343,88 +342,7 @@ class Decoder:
         )
 
 
-class _Lockstep:
-    """The walk of a batch whose rows advance together: processors and criteria get exactly the calls of `generate`.
-
-    They are given ids and scores of their own, and the random generator as it would be, from which they may draw.
-
-    Args:
-        decoder: whose rows they are; all unfinished ones have the same length.
-        going: the unfinished rows.
-        logits: `[B, N, V]` of the verified trees.
-    """
-
-    def __init__(self, decoder: Decoder, going: list[int], logits: Tensor):
-        self._decoder, self._request, self._rows = decoder, decoder.request, decoder.rows
-        self._going, self._logits = going, logits
-        self._length = self._rows.lengths[going[0]]
-
-    def scores_after(self, paths: list[list[int]]) -> list[Tensor]:
-        step = self._length - self._decoder.prompt_length
-        nodes = {row: path[-1] for row, path in zip(self._going, paths, strict=True) if not self._ended(row)}
-        scores = self._logits.new_zeros(self._logits.shape[0], self._logits.shape[2], dtype=torch.float32)
-        for row, node in nodes.items():
-            scores[row] = self._logits[row, node].float()
-        suspects = [row for row in nodes if not _all_finite(scores[row])]
-        with self._random_numbers():
-            scores = _processed(self._request.processors[0], self._rows.ids[:, : self._length].clone(), scores)
-        for row in suspects:  # unless a processor has mended them
-            _check_finite(scores[row], row, step)
-        for row, path in zip(self._going, paths, strict=True):
-            self._decoder.scores[row][path[-1]] = scores[row]
-        if self._request.keep_scores:
-            self._decoder.history += (scores,)
-        return [scores[row] for row in self._going]
-
-    def stops_after(self, paths: list[list[int]], tokens: list[int]) -> list[bool]:
-        rows, chosen = self._rows, dict(zip(self._going, tokens, strict=True))
-        # There is padding wherever rows end before the others.
-        column = [cast(int, self._request.pad) if self._ended(row) else chosen[row] for row in range(len(rows.lengths))]
-        rows.write(slice(None), self._length, column)
-        self._length += 1
-        history = self._decoder.history if self._request.keep_scores else None
-        with self._random_numbers():
-            verdict = self._request.criteria(rows.ids[:, : self._length].clone(), history).tolist()
-        rows.stopped = [before or now for before, now in zip(rows.stopped, verdict, strict=True)]
-        return [self._ended(row) for row in self._going]
-
-    @contextmanager
-    def _random_numbers(self) -> Iterator[None]:
-        """While the user's code runs, the generator is where `generate` would have it, and its draws count."""
-        noise = self._decoder.noise
-        if noise is not None:
-            noise.settle(self._decoder.steps_drawn)
-        yield
-        if noise is not None:
-            noise.follow()
-
-    def _ended(self, row: int) -> bool:
-        return self._rows.stopped[row] if self._request.rows_end else all(self._rows.stopped)
-
-
-def _all_finite(scores: Tensor) -> bool:
-    """Whether a token can be chosen: single ones may be ruled out by minus infinity."""
-    return bool(scores.max().isfinite())  # NaN if any is, and minus infinity only if all are
-
-
-def _check_finite(scores: Tensor, row: int, step: int) -> None:
-    """Raise `ValueError` for NaN or infinite `scores`."""
-    if not _all_finite(scores):
-        raise ValueError(
-            f"row {row}, step {step}: the model's logits are NaN or infinite, so no token can be chosen; check its "
-            "weights and dtype (float16 overflows easily), or give remove_invalid_values=True"
-        )
-
-
 def _drawn(draft: Draft, row: int, count: int) -> list[bool]:
     if draft.probabilities is None or draft.drawn is None:
         return [draft.probabilities is not None] * count
     return draft.drawn[row, :count].tolist()
-
-
-def _processed(processors: LogitsProcessorList, ids: Tensor | None, scores: Tensor) -> Tensor:
-    """Scores after processors; `ids` may be None where none of them looks at the prefix.
-
-    transformers declares `ids` a `LongTensor`, which no tensor is to a type checker.
-    """
-    return processors(cast(torch.LongTensor, ids), scores)

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from kit import VOCAB, fresh_model, hooks, prompts, ragged_prompts, reference, scripted, tiny_model
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from kit import VOCAB, Explodes, fresh_model, hooks, prompts, ragged_prompts, reference, scripted, tiny_model
+from transformers import GenerationConfig, LogitsProcessorList
 
 import treedec
 from treedec import Draft, Drafter, DraftSession, TokenTree, TreeError
@@ -132,17 +132,6 @@ def test_a17_a_b_a(sampling):
     for name in "ABA":
         torch.manual_seed(7)
         assert torch.equal(treedec.generate(model, ids[name], drafter_of[name], **sampling), expected[name].ids)
-
-
-class Explodes(LogitsProcessor):
-    def __init__(self, after):
-        self.left = after
-
-    def __call__(self, input_ids, scores):
-        self.left -= 1
-        if self.left < 0:
-            raise RuntimeError("boom")
-        return scores
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
