@@ -87,6 +87,7 @@ class SlotCache(Cache):
         visible: `[B, allocated]` bool, slots that hold committed tokens.
         positions: `[B, allocated]` int64, position of the token in each slot (meaningful where visible or in flight).
         slots: `[B, N]` int64, slots of the pass in flight; `rows` `[B, 1]` goes with it.
+        flight: `[B, K + N]` int64, the same after those of the K nodes that it keeps, see `reserve`.
         lengths: committed tokens per row, host integers.
         high_water: slots `>= high_water` have never been used; attention stops there.
     """
@@ -106,7 +107,7 @@ class SlotCache(Cache):
         self.allocated = min(capacity, at_once)
         self.visible = torch.zeros(batch, self.allocated, dtype=torch.bool, device=device)
         self.positions = torch.zeros(batch, self.allocated, dtype=torch.long, device=device)
-        self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)
+        self.slots = self.flight = torch.zeros(batch, 0, dtype=torch.long, device=device)
         self.rows = torch.arange(batch, device=device)[:, None]
         self.lengths = [0] * batch
         self.high_water = 0
@@ -116,16 +117,18 @@ class SlotCache(Cache):
         """Slots left in the fullest row: the largest tree that still fits."""
         return self.capacity - max(self.lengths)
 
-    def reserve(self, positions: Tensor) -> None:
+    def reserve(self, positions: Tensor, keep: int = 0) -> None:
         """Hand out the lowest free slots of each row to the nodes of the next pass.
 
         Args:
             positions: `[B, N]` int64 on the cache's device, the position of each node.
+            keep: how many nodes of the passes before, nothing having been committed since, are to keep their slots: a
+                tree that is drafted level by level.
 
         Raises:
             ValueError: fewer than N slots are free.
         """
-        nodes = positions.shape[1]
+        nodes = keep + positions.shape[1]
         if nodes > self.free:
             raise ValueError(f"a pass over {nodes} nodes does not fit: {self.free} of {self.capacity} slots are free")
         if max(self.lengths) + nodes > self.allocated:
@@ -134,7 +137,8 @@ class SlotCache(Cache):
         # the visibility bits lists the free ones first, in order, without asking the host.
         near = self.visible[:, : max(self.lengths) + nodes]
         order = torch.argsort(near.to(torch.uint8), dim=1, stable=True)
-        self.slots = order[:, :nodes].clone(
+        self.flight = order[:, :nodes]
+        self.slots = order[:, keep:nodes].clone(
             memory_format=torch.contiguous_format
         )  # a view would carry the cache's length into the compiled pass
         self.positions.scatter_(1, self.slots, positions)

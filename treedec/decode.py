@@ -129,7 +129,7 @@ class Decoder:
     """
 
     def __init__(self, target: Target, drafter: Drafter, rule: AcceptanceRule, request: Request):
-        self.target, self.rule, self.request = target, rule, request
+        self.target, self.rule, self.request, self.layers = target, rule, request, drafter.features
         batch, length = request.input_ids.shape
         ids = request.input_ids.long()
         real = request.attention_mask.bool()
@@ -138,6 +138,7 @@ class Decoder:
         self.prompt_length = length
         self.chance: Chance = TorchChance(request.generator)
         self.noise: ExponentialNoise | None = None
+        self.features: list[list[Tensor]] = [[] for _ in range(batch)]  # of each row, not yet shown to the drafter
         self.steps_drawn = 0  # positions whose noise has decided a token
         self.scores: list[dict[int, Tensor]] = [{} for _ in range(batch)]  # of each row's nodes in this round
         self.history: tuple[Tensor, ...] = ()  # `[B, V]` scores of every step, for criteria that get the whole batch
@@ -162,7 +163,7 @@ class Decoder:
             if self._restarts():
                 self.cache = self.target.allocate(1, self.cache.capacity)
                 text = torch.tensor([self.rows.texts[0]], device=self.target.device)
-                hidden, block = self._read(text, None)
+                hidden, block = self._read(text, None, known=text.shape[1] - 1)
                 yield block
                 continue
             state = self._state(hidden)
@@ -170,22 +171,28 @@ class Decoder:
             draft.validate(self.target.vocab_size, state.room)
             texts, finished = self.rows.texts, self.rows.finished
             draft.tree.check_roots([None if done else text[-1] for text, done in zip(texts, finished, strict=True)])
-            verified = self.target.verify(self.cache, draft.tree)
+            verified = self.target.verify(self.cache, draft.tree, self.layers)
             if draft.tree.width > 1 and draft.probabilities is None and not bool(verified.hidden.isfinite().all()):
                 # A drafted token that overflows would spoil its whole row, and later passes too: a masked value still
                 # takes part in `0 · value`. Dropping a tree that was drawn for what it holds would bias the others.
                 self.cache.erase()
                 draft = Draft(self._roots())
-                verified = self.target.verify(self.cache, draft.tree)
+                verified = self.target.verify(self.cache, draft.tree, self.layers)
             accepted = self._accept(draft, verified)
             last = [0 if path is None else path.nodes[-1] for path in accepted]
             hidden = verified.hidden[list(range(len(accepted))), last]
             yield self._commit(draft, verified, accepted)
 
-    def _read(self, ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Committed]:
-        """Cache whole texts and commit the token that follows; `[B, H]` LM-head inputs, and the block."""
-        chunk = {} if self.request.chunk is None else {"chunk": self.request.chunk}
-        verified = self.target.prefill(self.cache, ids, attention_mask, **chunk)
+    def _read(self, ids: Tensor, attention_mask: Tensor | None, known: int = 0) -> tuple[Tensor, Committed]:
+        """Cache whole texts and commit the token that follows; `[B, H]` LM-head inputs, and the block.
+
+        The features of the first `known` columns have been seen before.
+        """
+        verified = self.target.prefill(self.cache, ids, attention_mask, self.request.chunk, self.layers)
+        if verified.features is not None:
+            real = torch.ones_like(ids) if attention_mask is None else attention_mask
+            for row, columns in enumerate(real[:, known:].bool()):
+                self.features[row].append(verified.features[row, known:][columns])
         draft = Draft(self._roots())
         return verified.hidden[:, -1], self._commit(draft, verified, self._accept(draft, verified), cached=True)
 
@@ -223,6 +230,7 @@ class Decoder:
         return DraftState(
             texts=[None if done else list(text) for text, done in zip(rows.texts, rows.finished, strict=True)],
             hidden=hidden,
+            features=self._new_features(),
             room=[self._room(row) for row in range(len(rows.lengths))],
             budget=self.cache.free,
             drafting=self.rule.drafting,
@@ -230,6 +238,11 @@ class Decoder:
             noise=self._noise_below_roots,
             chance=self.chance,
         )
+
+    def _new_features(self) -> list[Tensor | None]:
+        new: list[Tensor | None] = [torch.cat(parts) if parts else None for parts in self.features]
+        self.features = [[] for _ in new]
+        return [None if done else part for part, done in zip(new, self.rows.finished, strict=True)]
 
     def _shape(self, logits: Tensor) -> Tensor:
         flat = logits.float().reshape(-1, logits.shape[-1])
@@ -318,6 +331,10 @@ class Decoder:
                 rows.append(row, tokens[row])
                 rows.finished[row] = path.finished
         if not cached:
+            if verified.features is not None:
+                for row, path in enumerate(accepted):
+                    if path is not None:
+                        self.features[row].append(verified.features[row, path.nodes])
             self.cache.commit(kept)
             self.session.observe(Outcome([[] if path is None else path.nodes for path in accepted], tokens))
         if self.noise is not None:

@@ -44,6 +44,9 @@ class DraftState:
     Attributes:
         texts: committed token ids without padding; the last one is the root of the tree to propose.
         hidden: `[B, H]`, the LM-head input from which the root was predicted.
+        features: what `Drafter.features` asks for, `[n, F]` per row: of the n tokens whose features have become known
+            since the last proposal. First that is the whole prompt, then the accepted path, its root included. Those of
+            the root of the tree to propose are never known yet, so in all there are `len(text) - 1`.
         room: how many levels below the root can still be committed (0: propose the root alone).
         budget: most nodes that fit, the root included.
         drafting: how to choose candidates.
@@ -56,6 +59,7 @@ class DraftState:
 
     texts: list[list[int] | None]
     hidden: Tensor
+    features: list[Tensor | None]
     room: list[int]
     budget: int
     drafting: Drafting
@@ -171,10 +175,14 @@ class Drafter(ABC):
     Attributes:
         name: shown in results.
         max_nodes: most nodes a proposal has, the root included; sizes the cache.
+        features: which hidden states of the target it reads of every token: None for none but `DraftState.hidden`, `()`
+            for the LM-head input, else indices as in transformers' `hidden_states` (i is the input of decoder layer i),
+            which are concatenated.
     """
 
     name: str
     max_nodes: int
+    features: tuple[int, ...] | None = None
 
     @abstractmethod
     def start(self, target: Target, batch: int, capacity: int) -> DraftSession:

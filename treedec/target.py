@@ -77,10 +77,19 @@ class Verified:
     Attributes:
         logits: `[B, N, V]` in the model's dtype: the target's raw next-token scores after each node.
         hidden: `[B, N, H]`: the exact input of the LM head at each node (what Medusa heads read).
+        features: `[B, N, F]` if asked for, see `Drafter.features`; of all columns of a prefill.
     """
 
     logits: Tensor
     hidden: Tensor
+    features: Tensor | None = None
+
+
+def _features(head_input: Tensor, out: Any, layers: tuple[int, ...] | None) -> Tensor | None:
+    """`[B, N, F]` of what a pass returned: the LM-head input, or the hidden states of some layers side by side."""
+    if not layers:
+        return None if layers is None else head_input
+    return torch.cat([out.hidden_states[layer] for layer in layers], dim=-1)
 
 
 class Target:
@@ -112,7 +121,7 @@ class Target:
         # transformers 5.24 renamed the argument.
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
-        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self._compiled: Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None = None
         if compile:
             self._check_head()
             self._compiled = torch.compile(self._decode, dynamic=True)
@@ -188,7 +197,12 @@ class Target:
         return SlotCache(self.config.num_hidden_layers, batch, capacity, self.device)
 
     def prefill(
-        self, cache: SlotCache, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int | None = None
+        self,
+        cache: SlotCache,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        chunk: int | None = None,
+        features: tuple[int, ...] | None = None,
     ) -> Verified:
         """Cache more text of each row, `chunk` columns at a time, so that the memory peak does not grow with it.
 
@@ -198,9 +212,10 @@ class Target:
             attention_mask: `[B, L]`, 0 for (left) padding; None means no padding.
             chunk: columns per pass; bounds activations at `[B, chunk, ·]`. None for 512, or for all where the text
                 reaches beyond the `rope_switch`: undivided, as `generate` reads it.
+            features: which hidden states to return of all columns, see `Drafter.features`.
 
         Returns:
-            Logits `[B, 1, V]` and LM-head input `[B, 1, H]` after the last column.
+            Logits `[B, 1, V]` and LM-head input `[B, 1, H]` after the last column, features `[B, L, F]` of all.
         """
         length = input_ids.shape[1]
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
@@ -210,6 +225,7 @@ class Target:
             # There all of the prompt is rotated with the frequencies of its longest row's last position.
             switch = self.rope_switch
             chunk = length if switch is not None and int(positions.max()) >= switch.position else _CHUNK
+        parts = []
         for start in range(0, length, chunk):
             part = slice(start, min(start + chunk, length))
             width = part.stop - part.start
@@ -217,31 +233,35 @@ class Target:
             causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
             # A padded column sees only itself: a row of the mask with nothing visible would make the softmax NaN.
             sees = (causal & here[:, None, :]) | torch.eye(width, dtype=torch.bool, device=self.device)
-            verified = self.score(cache, input_ids[:, part], positions[:, part], sees, keep=1)
+            verified = self.score(cache, input_ids[:, part], positions[:, part], sees, keep=1, features=features)
+            parts.append(verified.features)
             cache.commit(here.cpu())
         # A model whose forward takes no logits_to_keep returns them all.
-        return Verified(verified.logits[:, -1:], verified.hidden[:, -1:])
+        whole = None if features is None else torch.cat([part for part in parts if part is not None], dim=1)
+        return Verified(verified.logits[:, -1:], verified.hidden[:, -1:], whole)
 
-    def verify(self, cache: SlotCache, tree: TokenTree) -> Verified:
+    def verify(self, cache: SlotCache, tree: TokenTree, features: tuple[int, ...] | None = None) -> Verified:
         """Score every node of a tree in one pass; nothing is committed.
 
         Args:
             cache: holds every committed token of each row except the last, which is the root of its tree.
             tree: `B` rows of N nodes.
+            features: which hidden states to return, see `Drafter.features`.
         """
         # Padding is placed at its row's root, and at 0 in rows that have none: a full row has no position to spare.
         roots = (torch.tensor(cache.lengths, device="cpu") * (tree.counts > 0))[:, None]
         if self._compiled is None:
             positions = (roots + tree.depths).to(self.device, non_blocking=True)
-            return self.score(cache, tree.tokens.to(self.device), positions, tree.ancestors.to(self.device), keep=0)
+            sees = tree.ancestors.to(self.device)
+            return self.score(cache, tree.tokens.to(self.device), positions, sees, keep=0, features=features)
         # A dimension of size 1 would be compiled as a special case of its own.
         tree = tree.padded(2)
         positions = (roots + tree.depths).to(self.device, non_blocking=True)
         cache.reserve(positions)
         mask = self._mask(cache, positions, tree.ancestors.to(self.device))
         with torch.no_grad(), self._freezing:
-            logits, hidden = self._compiled(tree.tokens.to(self.device), positions, mask, cache)
-        return Verified(logits, hidden)
+            logits, hidden, found = self._compiled(tree.tokens.to(self.device), positions, mask, cache, features)
+        return Verified(logits, hidden, found)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[B, L, H]` LM-head inputs of whole sequences, without a cache or `[B, L, V]` logits (for training)."""
@@ -249,7 +269,15 @@ class Target:
             self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return captured[0]
 
-    def score(self, cache: SlotCache, tokens: Tensor, positions: Tensor, sees: Tensor, keep: int) -> Verified:
+    def score(
+        self,
+        cache: SlotCache,
+        tokens: Tensor,
+        positions: Tensor,
+        sees: Tensor,
+        keep: int,
+        features: tuple[int, ...] | None = None,
+    ) -> Verified:
         """One forward pass over nodes, which prefill and verify are made of; nothing is committed.
 
         Args:
@@ -258,6 +286,7 @@ class Target:
             positions: `[B, N]` int64.
             sees: `[B, N, N]` or `[1, N, N]` bool: which nodes of this pass each node sees.
             keep: 1 for the logits of the last node only, where the model can; 0 for those of all.
+            features: which hidden states to return of all nodes, see `Drafter.features`.
         """
         cache.reserve(positions)
         arguments: dict[str, Any] = {
@@ -267,19 +296,31 @@ class Target:
             self.cache_argument: cache,
             "use_cache": True,
         }
-        if self.keeps_logits:
+        # For the features of all nodes, the head is reached with all of them, and kept from the others by its hook.
+        last_only = keep == 1 and features is not None
+        if self.keeps_logits and not last_only:
             arguments["logits_to_keep"] = keep
-        with self._head_input() as captured, torch.no_grad():
-            logits = self.model(**arguments).logits
-        return Verified(logits, captured[0])
+        if features:
+            arguments["output_hidden_states"] = True
+        with self._head_input(last_only) as captured, torch.no_grad():
+            out = self.model(**arguments)
+        return Verified(out.logits, captured[0], _features(captured[0], out, features))
 
     def _decode(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], cache: SlotCache
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | dict[str, Tensor],
+        cache: SlotCache,
+        features: tuple[int, ...] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The pass without hooks, which a compiler could not see through: decoder, then head."""
         arguments = {"position_ids": positions, "attention_mask": mask, self.cache_argument: cache, "use_cache": True}
-        hidden = self.model.base_model(input_ids=tokens, **arguments).last_hidden_state
-        return self.head(hidden), hidden
+        if features:
+            arguments["output_hidden_states"] = True
+        out = self.model.base_model(input_ids=tokens, **arguments)
+        hidden = out.last_hidden_state
+        return self.head(hidden), hidden, _features(hidden, out, features)
 
     def _check_head(self) -> None:
         """Compare `_decode` with the model's own forward: an unknown head path is refused, not guessed."""
@@ -290,7 +331,7 @@ class Target:
         cache.reserve(positions)
         mask = self._mask(cache, positions, tree.ancestors.to(self.device))
         with torch.no_grad():
-            logits, hidden = self._decode(tree.tokens.to(self.device), positions, mask, cache)
+            logits, hidden, _ = self._decode(tree.tokens.to(self.device), positions, mask, cache)
         if not torch.equal(hidden, own.hidden) or not torch.equal(logits, own.logits):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} has a head path that treedec does not know: use compile=False"

@@ -152,3 +152,17 @@ def test_a_distant_cap_on_the_length_costs_nothing():
     expected = reference(model, ids, eos_token_id=ends, **arguments)
     out = treedec.generate(model, ids, scripted(expected, "last-branch"), eos_token_id=ends, **arguments)
     assert torch.equal(out, expected.ids)
+
+
+def test_a_tree_that_is_drafted_level_by_level_keeps_the_slots_of_its_earlier_levels():
+    cache = SlotCache(1, 1, 16, CPU, granularity=4)
+    write(cache, [[0, 1, 1]], keys=[[10, 11, 12]])
+    cache.commit(torch.tensor([[True, False, True]]))  # slot 1 is free
+    write(cache, [[2, 3]], keys=[[20, 21]])
+    assert cache.slots.tolist() == cache.flight.tolist() == [[1, 3]]
+    cache.reserve(torch.tensor([[3, 4]]), keep=2)
+    cache.layers[0].update(*[torch.tensor([[[[30.0], [31.0]]]], dtype=torch.float64)] * 2)
+    assert cache.slots.tolist() == [[4, 5]] and cache.flight.tolist() == [[1, 3, 4, 5]]
+    assert cache.layers[0].keys[0, 0, :6, 0].tolist() == [10, 20, 12, 21, 30, 31]
+    write(cache, [[2]], keys=[[40]])
+    assert cache.slots.tolist() == [[1]] and keys(cache) == [10, 12]

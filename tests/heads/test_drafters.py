@@ -93,7 +93,7 @@ def test_a_draft_model_catches_up_after_every_kind_of_rejection():
 
 def greedy_state(texts, hidden=None, room=8):
     return DraftState(
-        texts=texts, hidden=hidden, room=[room] * len(texts), budget=64, drafting=Drafting.TOP,
+        texts=texts, hidden=hidden, features=[None] * len(texts), room=[room] * len(texts), budget=64, drafting=Drafting.TOP,
         shape=lambda logits: logits, noise=None, chance=None,
     )  # fmt: skip
 
