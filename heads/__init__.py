@@ -10,14 +10,36 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from treedec.drafter import Drafter, NoDrafts
-from treedec.growth import BestFirst, GrowthPolicy
-from treedec.heads.checkpoint import is_heads_folder, load_heads
+from treedec.growth import BestFirst, DynamicTree, GrowthPolicy
+from treedec.heads.checkpoint import METHODS, Stored, build_heads, is_heads_folder
 from treedec.heads.draft_model import DraftModelDrafter
+from treedec.heads.eagle import EagleConfig, EagleDrafter, EagleHead
+from treedec.heads.formats import detect, read
+from treedec.heads.hydra import HydraConfig, HydraDrafter, HydraHeads
 from treedec.heads.medusa import MedusaConfig, MedusaDrafter, MedusaHeads
 from treedec.heads.ngram import NgramDrafter
+from treedec.heads.recurrent import RecurrentConfig, RecurrentDrafter, RecurrentHead
+from treedec.heads.union import UnionDrafter
 from treedec.models import DEMO, on_device
 
-__all__ = ["DraftModelDrafter", "MedusaConfig", "MedusaDrafter", "MedusaHeads", "NgramDrafter", "load_drafter"]
+__all__ = [
+    "DraftModelDrafter",
+    "EagleConfig",
+    "EagleDrafter",
+    "EagleHead",
+    "HydraConfig",
+    "HydraDrafter",
+    "HydraHeads",
+    "MedusaConfig",
+    "MedusaDrafter",
+    "MedusaHeads",
+    "NgramDrafter",
+    "RecurrentConfig",
+    "RecurrentDrafter",
+    "RecurrentHead",
+    "UnionDrafter",
+    "load_drafter",
+]
 
 # Shipped heads by target, best method first; the folder is package data.
 _PRETRAINED = Path(__file__).parent / "pretrained"
@@ -25,15 +47,17 @@ _SHIPPED = {DEMO: ("SmolLM2-135M-Instruct", ("medusa",))}
 
 
 def load_drafter(
-    name: str | os.PathLike[str], model: PreTrainedModel, *, tree: GrowthPolicy | int | None = None
+    name: str | os.PathLike[str], model: PreTrainedModel, *, tree: GrowthPolicy | DynamicTree | int | None = None
 ) -> Drafter:
     """Load something that drafts for `model`.
 
     Args:
         name: `"demo"` (the best shipped heads of the demo target) or `"demo:METHOD"`; `"ngram"`; `"none"`; a folder of
-            trained heads; or a folder of a small causal LM that shares the target's vocabulary.
+            trained heads, treedec's own or in a format that `treedec.heads.formats` reads; or a folder of a small
+            causal LM that shares the target's vocabulary.
         model: the target; heads are loaded in its dtype, on its device.
-        tree: a growth policy, or the number of nodes per tree, the root included; None for the method's default. A
+        tree: a growth policy, or the number of nodes per tree, the root included; None for the method's default. Heads
+            whose candidates depend on the path (Hydra, recurrent, EAGLE) take a `DynamicTree`, Medusa's the others; a
             draft model takes a number only: its trees are chains.
 
     Raises:
@@ -50,8 +74,10 @@ def load_drafter(
             f"no drafter {str(name)!r}: give 'demo', 'demo:medusa', 'ngram', 'none', or a folder of trained heads "
             "or of a draft model"
         )
-    if is_heads_folder(folder):
-        return MedusaDrafter(load_heads(folder, model), model, _growth(tree))
+    if detect(folder) is not None:
+        stored = read(folder, model)
+        growth = _growth(stored, tree)
+        return METHODS[stored.method].drafter(build_heads(stored, model), model, growth)
     draft_model = on_device(_load_draft_model(folder, model.dtype), model.device).eval()
     return DraftModelDrafter(draft_model) if tree is None else DraftModelDrafter(draft_model, depth=_chain_depth(tree))
 
@@ -87,15 +113,25 @@ def _load_draft_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _growth(tree: GrowthPolicy | int | None) -> GrowthPolicy:
+def _growth(stored: Stored, tree: GrowthPolicy | DynamicTree | int | None) -> GrowthPolicy | DynamicTree:
+    """The policy that `tree` stands for with these heads."""
+    sequential = METHODS[stored.method].sequential
+    if tree is not None and not isinstance(tree, int):
+        if isinstance(tree, DynamicTree) != sequential:
+            kinds = "DynamicTree" if sequential else "BestFirst or StaticTree"
+            raise ValueError(f"{stored.method} heads grow their trees by {kinds}, not {type(tree).__name__}")
+        return tree
+    if sequential:
+        depth = min(DynamicTree.depth, getattr(stored.config, "heads", DynamicTree.depth))
+        return DynamicTree(depth=depth) if tree is None else DynamicTree(nodes=tree, depth=depth, min_probability=0.0)
     if tree is None:
         # On two cores, one more node adds 0.4 ms to a pass of the demo target, and a token takes 14 ms: so a
         # node pays from a probability of 0.03 on. With few sure candidates the tree shrinks, down to its root.
         return BestFirst(nodes=16, min_probability=0.03)
-    return BestFirst(nodes=tree) if isinstance(tree, int) else tree
+    return BestFirst(nodes=tree)
 
 
-def _chain_depth(tree: GrowthPolicy | int) -> int:
+def _chain_depth(tree: GrowthPolicy | DynamicTree | int) -> int:
     if not isinstance(tree, int) or tree < 2:
         raise ValueError(f"this drafter proposes chains: tree must be a number of nodes of at least 2, not {tree!r}")
     return tree - 1

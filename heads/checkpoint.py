@@ -4,6 +4,9 @@
 are the state of the module under its own names. Nothing is taken on trust when loading: a key that is unknown, absent
 or of another shape is an error, and so is another target, because heads on the wrong target draft noise without ever
 failing.
+
+What a folder says (`Stored`) and the module made from it for one target (`build_heads`) are two steps, so that
+`treedec.heads.formats` can read the formats of others into the first and go on from there.
 """
 
 from __future__ import annotations
@@ -12,17 +15,22 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from treedec.heads.medusa import MedusaConfig, MedusaHeads
+from treedec.drafter import Drafter
+from treedec.heads.eagle import EagleConfig, EagleDrafter, EagleHead
+from treedec.heads.hydra import HydraConfig, HydraDrafter, HydraHeads
+from treedec.heads.medusa import MedusaConfig, MedusaDrafter, MedusaHeads
+from treedec.heads.recurrent import RecurrentConfig, RecurrentDrafter, RecurrentHead
 from treedec.models import Fingerprint
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -37,19 +45,59 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Method:
-    """How the heads of one method are rebuilt: `heads(config(**shape), draft_ids)`."""
+    """How one method goes from a checkpoint to a drafter.
 
-    config: type[MedusaConfig]
-    heads: type[MedusaHeads]
+    Attributes:
+        config: a frozen dataclass with at least `hidden_size`, `vocab_size` and `draft_vocab_size`.
+        heads: the module, made as `heads(config, draft_ids)`, with those ids as its buffer `draft_ids`.
+        drafter: what drafts with it, made as `drafter(heads, model, growth)`.
+        sequential: what may follow a node depends on the path to it, so that trees grow by `DynamicTree`; the
+            candidates of other methods depend on the depth alone.
+    """
+
+    config: type[Any]
+    heads: type[Any]
+    drafter: Callable[[Any, PreTrainedModel, Any], Drafter]
+    sequential: bool
 
 
 # A new method is one line here.
-METHODS: Mapping[str, Method] = {"medusa": Method(MedusaConfig, MedusaHeads)}
+METHODS: Mapping[str, Method] = {
+    "medusa": Method(MedusaConfig, MedusaHeads, MedusaDrafter, sequential=False),
+    "hydra": Method(HydraConfig, HydraHeads, HydraDrafter, sequential=True),
+    "recurrent": Method(RecurrentConfig, RecurrentHead, RecurrentDrafter, sequential=True),
+    "eagle": Method(EagleConfig, EagleHead, EagleDrafter, sequential=True),
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Heads as a checkpoint holds them, whatever its format, before they meet a target.
+
+    Attributes:
+        method: a key of `METHODS`.
+        config: of that method's class.
+        tensors: the state of that method's module under its own names, in the dtypes of the file, on the CPU.
+        source: the file that the tensors come from, for messages.
+        target: of the model the heads were trained for, where the format says.
+        base: name of that model, where the format says.
+        training: how the heads were trained, where the format says.
+        lm_head: `[Vd, H]` rows of that model's LM head, where the format carries a copy.
+    """
+
+    method: str
+    config: Any
+    tensors: Mapping[str, Tensor]
+    source: Path
+    target: Fingerprint | None = None
+    base: str | None = None
+    training: Mapping[str, object] = field(default_factory=dict)
+    lm_head: Tensor | None = None
 
 
 def save_heads(
     folder: str | os.PathLike[str],
-    heads: MedusaHeads,
+    heads: nn.Module,
     target: Fingerprint,
     training: Mapping[str, object],
     dtype: torch.dtype = torch.float16,
@@ -75,15 +123,40 @@ def save_heads(
     if folder.exists() and not overwrite:
         raise FileExistsError(f"{folder} already exists; give another folder, or overwrite=True to replace it")
     check_replaceable(folder)
-    config = {
+    method = _method_of(heads)
+    tensors = {key: _stored(key, value, dtype) for key, value in heads.state_dict().items()}
+    write_folder(folder, _described(method, heads.config, target, None, training), tensors)
+
+
+def encode_heads(stored: Stored) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The contents of the two files for heads read elsewhere: `config.json`, and the tensors as they are.
+
+    Heads whose target nobody has shown have no fingerprint, so that only their shape can protect them from a wrong one.
+    """
+    tensors = dict(stored.tensors)
+    tensors[_IDS] = tensors[_IDS].to(torch.int32)
+    return _described(stored.method, stored.config, stored.target, stored.base, stored.training), tensors
+
+
+def _described(
+    method: str, config: Any, target: Fingerprint | None, base: str | None, training: Mapping[str, object]
+) -> dict[str, Any]:
+    described = {
         "format": _FORMAT,
         "version": _VERSION,
-        "method": _method_of(heads),
-        "shape": asdict(heads.config),
-        "target": target.to_dict(),
+        "method": method,
+        "shape": asdict(config),
+        "target": None if target is None else target.to_dict(),
         "training": dict(training),
     }
-    tensors = {key: _stored(key, value, dtype) for key, value in heads.state_dict().items()}
+    return described if base is None else described | {"base": base}
+
+
+def write_folder(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+    """Write `config.json` and `model.safetensors`, in place of those of a folder that is there.
+
+    The folder appears complete or not at all, and keeps whatever else lies in it.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         fresh = Path(scratch) / "new"
@@ -94,7 +167,7 @@ def save_heads(
         else:
             fresh.mkdir()
         (fresh / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, fresh / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file({key: value.contiguous() for key, value in tensors.items()}, fresh / WEIGHTS_FILE, {"format": "pt"})
         if not folder.exists():
             fresh.rename(folder)
             return
@@ -107,7 +180,7 @@ def save_heads(
             raise
 
 
-def load_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> MedusaHeads:
+def load_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> Any:
     """Load heads for a target, in its dtype and on its device, ready for inference.
 
     Args:
@@ -119,13 +192,33 @@ def load_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> Medusa
         CheckpointError: the files are damaged, of an unknown method or version, or belong to another target; unknown,
             missing or misshapen tensors are named with the file and both shapes.
     """
+    return build_heads(read_heads(folder), model)
+
+
+def read_heads(folder: str | os.PathLike[str]) -> Stored:
+    """What `save_heads` wrote, for no target yet.
+
+    Raises:
+        FileNotFoundError: no such folder, or one of its two files is not there.
+        CheckpointError: the files are damaged, or of an unknown method or version.
+    """
     folder = Path(folder)
     for path in (folder, folder / CONFIG_FILE, folder / WEIGHTS_FILE):
         if not path.exists():
             raise FileNotFoundError(
                 f"no heads checkpoint in {folder}: {path} does not exist; give a folder written by treedec's training"
             )
-    method, config = _read_config(folder / CONFIG_FILE, model)
+    data = _read_config(folder / CONFIG_FILE)
+    method = METHODS[data["method"]]
+    try:
+        # JSON knows no tuples, and the frozen configurations hold nothing else that is a sequence.
+        config = method.config(**{k: tuple(v) if isinstance(v, list) else v for k, v in data["shape"].items()})
+        target = None if data["target"] is None else Fingerprint.from_dict(data["target"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} has an incomplete or invalid 'shape' or 'target' ({error}); copy or train the "
+            "heads again"
+        ) from error
     weights = folder / WEIGHTS_FILE
     try:
         tensors = load_file(weights)
@@ -133,22 +226,90 @@ def load_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> Medusa
         raise CheckpointError(
             f"{weights} cannot be read as safetensors ({error}); copy or train the heads again"
         ) from error
-    _check_tensors(weights, tensors, method.heads(config).state_dict())
-    try:
-        heads = method.heads(config, tensors[_IDS].long())
-    except ValueError as error:
-        raise CheckpointError(f"{weights}: {error}; copy or train the heads again") from error
+    return Stored(data["method"], config, tensors, weights, target, data.get("base"), data.get("training", {}))
+
+
+def build_heads(stored: Stored, model: PreTrainedModel) -> Any:
+    """The module for heads that were read, in the dtype and on the device of their target, ready for inference.
+
+    Raises:
+        CheckpointError: the heads belong to another target, or a tensor is unknown, missing, misshapen or not finite.
+    """
+    check_target(stored, model)
+    heads = empty_heads(stored)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.fill_(torch.nan)  # a weight that is never loaded must not pass for one
     heads.to(dtype=model.dtype)
-    heads.load_state_dict(tensors)
+    heads.load_state_dict(stored.tensors)
     for key, value in heads.state_dict().items():
         if not bool(value.isfinite().all()):
             raise CheckpointError(
-                f"{weights}: {key!r} holds values that are not finite in {model.dtype}; copy or train the heads again"
+                f"{stored.source}: {key!r} holds values that are not finite in {model.dtype}; copy or train the heads "
+                "again"
             )
     return heads.to(model.device).eval()
+
+
+def empty_heads(stored: Stored) -> Any:
+    """The module that the tensors belong in, without them.
+
+    Raises:
+        CheckpointError: a tensor is unknown, missing or misshapen, or the draft vocabulary is none.
+    """
+    method = METHODS[stored.method]
+    try:
+        drafted = torch.empty(stored.config.draft_vocab_size, dtype=torch.long)
+        _check_tensors(stored.source, stored.tensors, {_IDS: drafted})
+        heads = method.heads(stored.config, stored.tensors[_IDS].long())
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:  # a shape that makes no sense
+        raise CheckpointError(f"{stored.source}: {error}; copy or train the heads again") from error
+    expected = heads.state_dict()
+    for key, tensor in stored.tensors.items():
+        if key not in expected:
+            raise CheckpointError(
+                f"{stored.source}: unknown tensor {key!r} of shape {list(tensor.shape)}; expected are "
+                f"{', '.join(expected)}"
+            )
+    _check_tensors(stored.source, stored.tensors, expected)
+    return heads
+
+
+def check_target(stored: Stored, model: PreTrainedModel) -> None:
+    """Refuse a model that the heads were not trained for, as far as the checkpoint can tell.
+
+    Raises:
+        CheckpointError: the fingerprint, the copied LM-head rows or the shape say that it is another model.
+    """
+    present = Fingerprint.of(model)
+    remedy = "load the target they were trained for, or train heads for this one"
+    if stored.target is not None:
+        try:
+            reason = stored.target.mismatch(present)
+        except (TypeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{stored.source.parent / CONFIG_FILE} has an invalid 'target' ({error}); copy or train the heads again"
+            ) from error
+        if reason is not None:
+            raise CheckpointError(
+                f"{stored.source.parent} holds heads for another target (a {stored.target.architecture}): {reason} in "
+                f"the {present.architecture} given; {remedy}"
+            )
+    # What a head reads may be narrower or wider than itself.
+    wanted = getattr(stored.config, "target_hidden_size", None) or stored.config.hidden_size
+    for name, ours in (("hidden_size", wanted), ("vocab_size", stored.config.vocab_size)):
+        if ours != getattr(present, name):
+            raise CheckpointError(
+                f"{stored.source.parent} holds heads of {name} {ours} but the target has {getattr(present, name)}; "
+                f"{remedy}"
+            )
+    if stored.lm_head is not None:
+        rows = model.get_output_embeddings().weight.detach().cpu()[stored.tensors[_IDS].long()].float()
+        # As loose as `Fingerprint.mismatch`: bfloat16 keeps 8 bits.
+        if not torch.allclose(stored.lm_head.float(), rows, rtol=2e-2, atol=1e-4):
+            raise CheckpointError(f"{stored.source} holds the LM head of another target; {remedy}")
 
 
 def is_heads_folder(folder: str | os.PathLike[str]) -> bool:
@@ -171,7 +332,7 @@ def check_replaceable(folder: str | os.PathLike[str]) -> None:
         raise FileExistsError(f"{folder} is not a heads checkpoint, so it is not replaced; give another folder")
 
 
-def _method_of(heads: MedusaHeads) -> str:
+def _method_of(heads: nn.Module) -> str:
     for name, method in METHODS.items():
         if type(heads) is method.heads:
             return name
@@ -194,8 +355,8 @@ def _stored(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     return stored
 
 
-def _read_config(path: Path, model: PreTrainedModel) -> tuple[Method, MedusaConfig]:
-    """The method and shape that `config.json` declares, after checking that they are for this model."""
+def _read_config(path: Path) -> dict[str, Any]:
+    """What `config.json` says, if it speaks of heads of a known method."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -215,38 +376,11 @@ def _read_config(path: Path, model: PreTrainedModel) -> tuple[Method, MedusaConf
             f"{path} names the unknown method {data.get('method')!r}; known are {', '.join(METHODS)}; update treedec "
             "or train again"
         )
-    method = METHODS[data["method"]]
-    try:
-        config = method.config(**data["shape"])
-        stored = Fingerprint.from_dict(data["target"])
-        present = Fingerprint.of(model)
-        reason = stored.mismatch(present)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path} has an incomplete or invalid 'shape' or 'target' ({error}); copy or train the heads again"
-        ) from error
-    if reason is not None:
-        raise CheckpointError(
-            f"{path.parent} holds heads for another target (a {stored.architecture}): {reason} in the "
-            f"{present.architecture} given; "
-            "load the target they were trained for, or train heads for this one"
-        )
-    for name in ("hidden_size", "vocab_size"):
-        if getattr(config, name) != getattr(present, name):
-            raise CheckpointError(
-                f"{path}: 'shape' has {name} {getattr(config, name)} but the target has {getattr(present, name)}; "
-                "copy or train the heads again"
-            )
-    return method, config
+    return data
 
 
 def _check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Every expected tensor is there, with its shape and kind, and nothing else."""
-    for key, tensor in found.items():
-        if key not in expected:
-            raise CheckpointError(
-                f"{path}: unknown tensor {key!r} of shape {list(tensor.shape)}; expected are {', '.join(expected)}"
-            )
+    """Every expected tensor is there, with its shape and kind."""
     for key, tensor in expected.items():
         shape = list(tensor.shape)
         if key not in found:

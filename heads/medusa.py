@@ -2,8 +2,8 @@
 predicts.
 
 Every head reads the target's last hidden state, alone, through residual blocks `x + silu(W x + b)`, and shares the
-target's LM head, by default restricted to a draft vocabulary of its most frequent tokens. One matrix product drafts all
-depths.
+target's LM head, by default restricted to a draft vocabulary of its most frequent tokens, or brings its own. One matrix
+product drafts all depths.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class MedusaConfig:
         heads: K, the number of heads: the deepest tree they can draft.
         blocks: residual blocks per head.
         draft_vocab_size: Vd, the number of tokens that can be drafted; equal to V when the vocabulary is not trimmed.
+        own_lm_heads: every head has an LM head of its own instead of the target's, as the heads of the paper do.
     """
 
     hidden_size: int
@@ -38,10 +39,13 @@ class MedusaConfig:
     heads: int = 4
     blocks: int = 1
     draft_vocab_size: int = 8192
+    own_lm_heads: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.own_lm_heads, bool):
+            raise ValueError(f"own_lm_heads must be true or false, not {self.own_lm_heads!r}")
         for name, value in asdict(self).items():
-            if value < 1:
+            if name != "own_lm_heads" and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
@@ -54,6 +58,7 @@ class MedusaHeads(nn.Module):
 
     Parameters are stacked over heads, `weight [K, L, H, H]` (output, input) and `bias [K, L, H]`, so that all heads are
     one batched product. They start at zero: an untrained head is the identity and repeats the target's own prediction.
+    LM heads of their own are `lm_heads [K, Vd, H]`, and None where the target's is shared.
 
     Buffers:
         draft_ids: `[Vd]` int64, ascending; the target's ids that can be drafted.
@@ -67,6 +72,11 @@ class MedusaHeads(nn.Module):
         shape = (config.heads, config.blocks, config.hidden_size)
         self.weight = nn.Parameter(torch.zeros(*shape, config.hidden_size))
         self.bias = nn.Parameter(torch.zeros(shape))
+        self.lm_heads = (
+            nn.Parameter(torch.zeros(config.heads, config.draft_vocab_size, config.hidden_size))
+            if config.own_lm_heads
+            else None
+        )
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         if (
             ids.shape != (config.draft_vocab_size,)
@@ -78,7 +88,7 @@ class MedusaHeads(nn.Module):
         self.register_buffer("draft_ids", ids.long())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[T, H]` hidden states to `[K, T, H]` inputs of the (shared) LM head."""
+        """`[T, H]` hidden states to `[K, T, H]` inputs of the LM head, shared or their own."""
         x = hidden.to(self.weight.dtype).expand(self.config.heads, *hidden.shape)
         for block in range(self.config.blocks):
             x = x + F.silu(torch.baddbmm(self.bias[:, block, None], x, self.weight[:, block].transpose(1, 2)))
@@ -90,7 +100,7 @@ class MedusaDrafter(Drafter):
 
     Args:
         heads: trained heads, in the dtype and on the device of the target.
-        model: the target whose LM head they share.
+        model: the target whose LM head they share, unless they have their own.
         growth: the shape of the trees.
 
     Raises:
@@ -118,10 +128,11 @@ class MedusaDrafter(Drafter):
         self.heads, self.growth, self.max_nodes = heads, growth, growth.nodes
         self._target_config = model.config.get_text_config()
         self._trimmed = config.draft_vocab_size < config.vocab_size
-        # A copy of the trimmed rows: gathering them anew in every round would cost as much as the product itself.
-        self._weight = head.weight.detach()[heads.draft_ids] if self._trimmed else head.weight.detach()
-        bias = getattr(head, "bias", None)
-        self._bias = None if bias is None else bias.detach()[heads.draft_ids]
+        if heads.lm_heads is None:
+            # A copy of the trimmed rows: gathering them anew in every round would cost as much as the product itself.
+            self._weight = head.weight.detach()[heads.draft_ids] if self._trimmed else head.weight.detach()
+            bias = getattr(head, "bias", None)
+            self._bias = None if bias is None else bias.detach()[heads.draft_ids]
 
     def start(self, target: Target, batch: int, capacity: int) -> DraftSession:
         if (target.vocab_size, target.hidden_size) != (self.heads.config.vocab_size, self.heads.config.hidden_size):
@@ -131,7 +142,11 @@ class MedusaDrafter(Drafter):
     @torch.no_grad()
     def logits(self, hidden: Tensor, depths: int) -> Tensor:
         """`[T, H]` hidden states to `[depths, T, Vd]` logits of the first heads, over `heads.draft_ids`."""
-        return finish_logits(F.linear(self.heads(hidden)[:depths], self._weight, self._bias), self._target_config)
+        x = self.heads(hidden)[:depths]  # [depths, T, H]
+        if self.heads.lm_heads is None:
+            return finish_logits(F.linear(x, self._weight, self._bias), self._target_config)
+        # LM heads of their own were trained to yield logits as they are.
+        return torch.bmm(x, self.heads.lm_heads[:depths].transpose(1, 2))
 
     @torch.no_grad()
     def candidates(self, state: DraftState) -> tuple[list[list[list[int]]], list[list[list[float]]]]:

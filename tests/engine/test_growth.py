@@ -1,13 +1,15 @@
-"""Growth policies: static shapes, and best-first growth against brute force."""
+"""Growth policies: static shapes, best-first growth against brute force, dynamic trees against a plain twin."""
 
 import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from treedec import BestFirst, StaticTree, TokenTree, TreeError
+from treedec.growth import DynamicTree
 
 CHOICES = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 # Depth d offers the tokens 10 d, 10 d + 1, …, so that a path can be read off its tokens.
@@ -147,3 +149,137 @@ def test_best_first_without_candidates_is_the_root():
 def test_best_first_refuses_settings_out_of_range(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         BestFirst(**bad)
+
+
+class Opinions:
+    """A drafter whose candidates depend on the row and the whole path; tokens tell depth and rank, as above.
+
+    Args:
+        rows: how many rows.
+        branching: candidates per node.
+        total: what the scores of a node's candidates add up to.
+    """
+
+    def __init__(self, rows, branching, seed=0, total=1.0):
+        self.rows, self.branching, self.seed, self.total, self.calls = rows, branching, seed, total, []
+
+    def after(self, row, path):
+        """Ids and falling scores of what may follow a path."""
+        generator = torch.Generator().manual_seed(hash((self.seed, row, path)) % 2**31)
+        scores = self.total * torch.randn(self.branching, generator=generator, dtype=torch.float64).softmax(0)
+        return [10 * (len(path) + 1) + rank for rank in range(self.branching)], scores.sort(descending=True).values
+
+    def _scored(self, paths):
+        both = [[self.after(row, path) for path in row_paths] for row, row_paths in enumerate(paths)]
+        ids = torch.tensor([[ids for ids, _ in row] for row in both])
+        return ids, torch.stack([torch.stack([scores for _, scores in row]) for row in both])
+
+    def first(self):
+        self.paths = [[] for _ in range(self.rows)]
+        return self._scored([[()]] * self.rows)
+
+    def expand(self, level, tokens, parents):
+        self.calls.append(tokens.shape[1])
+        new = [
+            [(*(self.paths[row][parent] if parent >= 0 else ()), token) for token, parent in zip(*pair, strict=True)]
+            for row, pair in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True))
+        ]
+        self.paths = [before + more for before, more in zip(self.paths, new, strict=True)]
+        assert all(len(path) == level - 1 for row in new for path in row)
+        return self._scored(new)
+
+    def grow(self, policy, room, limit=64):
+        return policy.grow([9] * self.rows, self.first(), self.expand, room, limit)
+
+
+def dynamic_twin(policy, opinions, row, room, limit):
+    """The paths of one row's tree, by the plain algorithm; it never stops early."""
+    found, level = {}, {(): 1.0}
+    for _ in range(min(policy.depth, room)):
+        best = sorted(level, key=level.get, reverse=True)[: policy.width]
+        level = {
+            (*path, token): level[path] * float(score)
+            for path in best
+            for token, score in zip(*opinions.after(row, path), strict=True)
+        }
+        found |= level
+    worth = [path for path in found if found[path] >= policy.min_probability and found[path] > 0]
+    return set(sorted(worth, key=found.get, reverse=True)[: max(0, min(policy.nodes, limit) - 1)])
+
+
+def row_paths(tree, row):
+    count = int(tree.counts[row])
+    return paths(tree.tokens[row, :count].tolist(), tree.parents[row, :count].tolist())
+
+
+@given(
+    st.builds(
+        DynamicTree,
+        nodes=st.integers(1, 20),
+        depth=st.integers(1, 4),
+        width=st.integers(1, 5),
+        branching=st.integers(1, 4),
+        min_probability=st.sampled_from([0.0, 0.03, 0.2]),
+    ),
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    st.integers(1, 24),
+    st.integers(0, 10**6),
+)
+def test_a_dynamic_tree_equals_its_plain_twin_in_every_row(policy, room, limit, seed):
+    opinions = Opinions(len(room), policy.branching, seed)
+    tree = opinions.grow(policy, room, limit)
+    tree.validate(100, room)
+    assert len(opinions.calls) < policy.depth and sum(opinions.calls) <= policy.expanded
+    for row, levels in enumerate(room):
+        assert row_paths(tree, row) == dynamic_twin(policy, opinions, row, levels, limit)
+
+
+def test_a_dynamic_tree_asks_only_about_nodes_whose_children_could_still_enter():
+    sure = Opinions(2, 1)
+    assert sure.grow(DynamicTree(nodes=9, depth=4, branching=1), [5, 5]).counts.tolist() == [5, 5]
+    assert sure.calls == [1, 1, 1]
+    unsure = Opinions(2, 4, total=0.01)
+    assert unsure.grow(DynamicTree(), [5, 5]).counts.tolist() == [1, 1] and not unsure.calls
+    full = Opinions(1, 4)  # two nodes, and of the four candidates none below the second is worth anything
+    full.grow(DynamicTree(nodes=3, depth=4, width=4), [5])
+    assert all(call < 2 for call in full.calls)
+
+
+def test_a_dynamic_tree_stays_connected_where_children_are_worth_as_much_as_their_parents():
+    class Certain(Opinions):
+        def after(self, row, path):
+            ids, _ = super().after(row, path)
+            return ids, torch.tensor([1.0] * self.branching, dtype=torch.float64)
+
+    for nodes in range(2, 30):
+        tree = Certain(2, 3).grow(DynamicTree(nodes=nodes, depth=3, width=3), [3, 2])
+        tree.validate(100, [3, 2])
+        for row, room in enumerate((3, 2)):
+            row_paths(tree, row)
+            # Ties go to the candidate seen first, so no level below the second is needed before 3 + 9 are in.
+            assert int(tree.counts[row]) == min(nodes, 4 if nodes < 5 else 13 if room == 2 else 22)
+
+
+def test_a_dynamic_tree_leaves_out_worthless_and_undefined_candidates():
+    scores = torch.tensor([[[0.5, 0.0, torch.nan]], [[torch.nan, 1.0, 0.25]]])
+    ids = torch.tensor([[[1, 2, 3]], [[4, 5, 6]]])
+    tree = DynamicTree(depth=1, min_probability=0.0).grow([9, 9], (ids, scores), None, [3, 3], 64)
+    assert [row_paths(tree, row) for row in range(2)] == [{(1,)}, {(5,), (6,)}]
+
+
+def test_finished_rows_and_rows_without_room_get_no_candidates():
+    opinions = Opinions(3, 4)
+    grow = lambda room, limit: DynamicTree().grow([9, None, 8], opinions.first(), opinions.expand, room, limit)  # noqa: E731
+    assert grow([2, 0, 0], 64).counts.tolist()[1:] == [0, 1]
+    for room, limit in (([0, 0, 0], 64), ([3, 0, 3], 1)):
+        tree = grow(room, limit)
+        assert tree.counts.tolist() == [1, 0, 1] and tree.tokens[:, 0].tolist() == [9, 0, 8]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"nodes": 0}, {"branching": 0}, {"depth": 0}, {"width": 0}, {"min_probability": 1.5}, {"min_probability": -0.1}],
+)
+def test_a_dynamic_tree_refuses_settings_out_of_range(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        DynamicTree(**bad)

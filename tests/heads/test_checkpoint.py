@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from treedec.heads import load_drafter
-from treedec.heads.checkpoint import CheckpointError, is_heads_folder, load_heads, save_heads
+from treedec.heads.checkpoint import METHODS, CheckpointError, is_heads_folder, load_heads, save_heads
+from treedec.heads.eagle import EagleConfig, EagleHead
+from treedec.heads.hydra import HydraConfig, HydraHeads
 from treedec.heads.medusa import MedusaConfig, MedusaHeads
+from treedec.heads.recurrent import RecurrentConfig, RecurrentHead
 from treedec.models import Fingerprint
 
 VOCAB, HIDDEN, HEADS, DRAFT = 97, 32, 3, 40
@@ -69,6 +72,62 @@ def test_a20_save_and_load_are_bit_identical(tmp_path, dtype):
     for key, value in heads.state_dict().items():
         assert loaded.state_dict()[key].dtype == value.dtype
         assert torch.equal(loaded.state_dict()[key], value), key
+
+
+EAGLE_LAYER = {
+    "hidden_size": HIDDEN, "vocab_size": VOCAB, "draft_vocab_size": DRAFT, "target_hidden_size": HIDDEN,
+    "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+SHAPES = {
+    "medusa": (MedusaHeads, MedusaConfig(HIDDEN, VOCAB, HEADS, 2, DRAFT)),
+    "medusa with LM heads": (MedusaHeads, MedusaConfig(HIDDEN, VOCAB, HEADS, 1, DRAFT, own_lm_heads=True)),
+    "hydra": (HydraHeads, HydraConfig(HIDDEN, VOCAB, HEADS, 2, DRAFT, own_lm_heads=True)),
+    "recurrent": (RecurrentHead, RecurrentConfig(HIDDEN, VOCAB, 24, 40, DRAFT, features=(0, 1))),
+    "eagle": (EagleHead, EagleConfig(**EAGLE_LAYER, version=1, fc_bias=True, own_embeddings=True)),
+    "eagle3": (EagleHead, EagleConfig(**EAGLE_LAYER, features=(0, 1, 2), own_lm_head=True, fc_norm=True)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a20_every_method_comes_back_bit_identical_and_drafts(tmp_path, model, name):
+    """Also the configuration: JSON makes lists of its tuples."""
+    kind, config = SHAPES[name]
+    heads = kind(config, random_heads().draft_ids)
+    save_heads(tmp_path / "a", heads, Fingerprint.of(model), {}, dtype=torch.float32)
+    loaded = load_heads(tmp_path / "a", model)
+    assert type(loaded) is kind and loaded.config == config and not loaded.training
+    expected = heads.state_dict()
+    assert set(loaded.state_dict()) == set(expected)
+    assert all(torch.equal(loaded.state_dict()[key], value) for key, value in expected.items())
+    assert load_drafter(tmp_path / "a", model).name == name.split()[0]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a20_no_weight_of_any_method_may_be_absent(tmp_path, model, name):
+    kind, config = SHAPES[name]
+    save_heads(tmp_path / "a", kind(config), Fingerprint.of(model), {}, dtype=torch.float32)
+    weights = tmp_path / "a" / "model.safetensors"
+    whole = load_file(weights)
+    for key in whole:
+        save_file({other: value for other, value in whole.items() if other != key}, weights)
+        with pytest.raises(CheckpointError, match=f"'{re.escape(key)}'.*is missing"):
+            load_heads(tmp_path / "a", model)
+
+
+def test_every_method_is_tested():
+    assert {kind for kind, _ in SHAPES.values()} == {method.heads for method in METHODS.values()}
+
+
+def test_heads_without_a_fingerprint_are_checked_by_shape(folder):
+    edit_config(folder, lambda config: config.update(target=None))
+    assert load_heads(folder, tiny_model(seed=9))
+    with pytest.raises(CheckpointError, match="vocab_size 97 but the target has 99"):
+        load_heads(folder, tiny_model(vocab_size=99))
+
+
+def test_checkpoints_from_before_heads_had_lm_heads_of_their_own_load(folder, model):
+    edit_config(folder, lambda config: config["shape"].pop("own_lm_heads"))
+    assert load_heads(folder, model).config == random_heads().config
 
 
 def test_what_the_files_say(folder, model):
@@ -210,6 +269,10 @@ BROKEN_CONFIGS = {
     "no shape": (lambda config: config.pop("shape"), "'shape'"),
     "odd shape": (lambda config: config["shape"].update(layers=3), "'shape'.*layers"),
     "zero heads": (lambda config: config["shape"].update(heads=0), "heads must be at least 1"),
+    "half a head": (lambda config: config["shape"].update(heads=1.5), "copy or train the heads again"),
+    "half a token": (lambda config: config["shape"].update(draft_vocab_size=1.5), "copy or train the heads again"),
+    "no memory has it": (lambda config: config["shape"].update(blocks=10**12), "copy or train the heads again"),
+    "wordy own_lm_heads": (lambda config: config["shape"].update(own_lm_heads="no"), "own_lm_heads must be true or"),
     "wordy heads": (lambda config: config["shape"].update(heads="3"), "'shape'"),
     "no target": (lambda config: config.pop("target"), "'target'"),
     "short sample": (lambda config: config["target"].update(sample=[1.0, 2.0]), "'target'"),

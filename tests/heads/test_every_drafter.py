@@ -1,0 +1,114 @@
+"""Every way to draft, one promise: the tokens of `model.generate`, whatever the heads say."""
+
+from functools import cache
+
+import pytest
+import torch
+from kit import DECODING, VOCAB, prompts, ragged_prompts, reference, tiny_model
+
+import treedec
+from treedec.growth import BestFirst, DynamicTree
+from treedec.heads.draft_model import DraftModelDrafter
+from treedec.heads.eagle import EagleConfig, EagleDrafter, EagleHead
+from treedec.heads.hydra import HydraConfig, HydraDrafter, HydraHeads
+from treedec.heads.medusa import MedusaConfig, MedusaDrafter, MedusaHeads
+from treedec.heads.ngram import NgramDrafter
+from treedec.heads.recurrent import RecurrentConfig, RecurrentDrafter, RecurrentHead
+from treedec.heads.union import UnionDrafter
+
+NEW = 24
+# Granite scales its logits, gemma 2 caps them and needs float32 for ragged prompts (see test_losslessness), gpt2 has
+# positions of its own, mistral a window.
+TARGETS = {"llama": torch.float64, "gpt2": torch.float64, "mistral": torch.float64, "granite": torch.float64}
+TARGETS["gemma2"] = torch.float32
+TREE = DynamicTree(nodes=12, depth=4, width=3, branching=3, min_probability=0.0)
+_LAYER = {
+    "target_hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def heads_of(kind, config, dtype, seed=5):
+    """Random heads, the same for the same seed; the usual initialisation would repeat the target's own prediction."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = kind(config, trimmed() if config.draft_vocab_size < VOCAB else None)
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(std=0.3)
+    return module.to(dtype).eval().requires_grad_(False)
+
+
+def trimmed():
+    return torch.arange(VOCAB)[::2][:40] + 1
+
+
+def sizes(**others):
+    return {"hidden_size": 32, "vocab_size": VOCAB, "draft_vocab_size": 40} | others
+
+
+def build(name, model):
+    """A drafter with random heads, or the like, in the dtype of the model."""
+
+    def heads(kind, config):
+        return heads_of(kind, config, model.dtype)
+
+    if name == "medusa":
+        return MedusaDrafter(heads(MedusaHeads, MedusaConfig(**sizes(heads=3))), model, BestFirst(12))
+    if name == "hydra":
+        return HydraDrafter(heads(HydraHeads, HydraConfig(**sizes(heads=4))), model, TREE)
+    if name == "recurrent":
+        config = RecurrentConfig(**sizes(state_size=16, inner_size=24, features=(0, 1)))
+        return RecurrentDrafter(heads(RecurrentHead, config), model, TREE)
+    if name == "eagle":
+        config = EagleConfig(**sizes(draft_vocab_size=VOCAB, version=1, fc_bias=True), **_LAYER)
+        return EagleDrafter(heads(EagleHead, config), model, TREE)
+    if name == "eagle3":
+        config = EagleConfig(**sizes(version=3, features=(0, 1, 2), own_lm_head=True), **_LAYER)
+        return EagleDrafter(heads(EagleHead, config), model, TREE)
+    if name == "ngram":
+        return NgramDrafter(shortest=1)
+    if name == "draft-model":
+        return DraftModelDrafter(model, depth=3)
+    return UnionDrafter(NgramDrafter(shortest=1), build("recurrent", model), nodes=16)
+
+
+DRAFTERS = ("medusa", "hydra", "recurrent", "eagle", "eagle3", "ngram", "draft-model", "union")
+
+
+@cache
+def case(architecture, decoding, batch):
+    dtype = TARGETS[architecture]
+    model = tiny_model(architecture, dtype)
+    ids, mask = ragged_prompts() if batch == "ragged" else (prompts(), torch.ones(1, 12, dtype=torch.long))
+    arguments = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, **DECODING[decoding]}
+    unending = reference(model, ids, **arguments).new[0]
+    arguments["eos_token_id"] = next((token for token in unending[12:] if token not in unending[:12]), unending[-1])
+    return model, ids, arguments, reference(model, ids, **arguments)
+
+
+@pytest.mark.parametrize("batch", ["single", "ragged"])
+@pytest.mark.parametrize("decoding", ["greedy", "T=1.0"])
+@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_equals_generate(name, architecture, decoding, batch):
+    model, ids, arguments, expected = case(architecture, decoding, batch)
+    drafter = build(name, model)
+    torch.manual_seed(7)
+    out = treedec.generate(model, ids, drafter, return_dict_in_generate=True, **arguments)
+    assert torch.equal(out.sequences, expected.ids)
+    assert torch.equal(torch.get_rng_state(), expected.rng_state)
+    assert out.stats.drafted_tokens > 0 or name == "ngram"
+
+
+@pytest.mark.parametrize("rule", ["residual", "traversal", "typical"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_drafts_for_every_rule(name, rule):
+    model, ids, arguments, _ = case("llama", "T=1.0", "ragged")
+    first, again = (
+        treedec.generate(model, ids, build(name, model), acceptance=rule, seed=1, **arguments) for _ in range(2)
+    )
+    assert torch.equal(first, again) and first.shape[1] <= 12 + NEW and int(first.max()) < VOCAB
