@@ -54,7 +54,7 @@ def load_drafter(
     Args:
         name: `"demo"` (the best shipped heads of the demo target) or `"demo:METHOD"`; `"ngram"`; `"none"`; a folder of
             trained heads, treedec's own or in a format that `treedec.heads.formats` reads; or a folder of a small
-            causal LM that shares the target's vocabulary.
+            causal LM that shares the target's vocabulary. Several, as in `"demo+ngram"`, draft together.
         model: the target; heads are loaded in its dtype, on its device.
         tree: a growth policy, or the number of nodes per tree, the root included; None for the method's default. Heads
             whose candidates depend on the path (Hydra, recurrent, EAGLE) take a `DynamicTree`, Medusa's the others; a
@@ -64,6 +64,11 @@ def load_drafter(
         FileNotFoundError: no such name or folder, or a folder without heads or a model.
         ValueError: the checkpoint is broken, belongs to another model, or does not fit `tree`.
     """
+    if isinstance(name, str) and "+" in name and not Path(name).exists():
+        members = [load_drafter(member, model) for member in name.split("+")]
+        if tree is not None and not isinstance(tree, int):
+            raise ValueError(f"the trees of several drafters are merged: tree must be a number of nodes, not {tree!r}")
+        return UnionDrafter(*members) if tree is None else UnionDrafter(*members, nodes=tree)
     if name == "none":
         return NoDrafts()
     if name == "ngram":
@@ -71,8 +76,8 @@ def load_drafter(
     folder = _shipped(str(name)) or Path(name)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"no drafter {str(name)!r}: give 'demo', 'demo:medusa', 'ngram', 'none', or a folder of trained heads "
-            "or of a draft model"
+            f"no drafter {str(name)!r}: give 'demo', 'demo:medusa', 'ngram', 'none', a folder of trained heads or of a "
+            "draft model, or several of these joined by '+'"
         )
     if detect(folder) is not None:
         stored = read(folder, model)

@@ -39,6 +39,7 @@ from treedec.training.runs import (
     read_state,
 )
 
+_TRAINED = ("medusa",)  # of the methods that can draft
 _TOP = 5
 # What may change when a run is resumed: it decides when something is written, not what is trained.
 _MAY_CHANGE = ("checkpoint_every", "log_every")
@@ -57,7 +58,7 @@ class TrainConfig:
     """How heads are trained.
 
     Attributes:
-        method: a key of `treedec.heads.checkpoint.METHODS`.
+        method: which heads; only Medusa's are trained so far.
         heads, blocks: as in `MedusaConfig`.
         draft_vocab_size: tokens that can be drafted; a target with fewer has all of them drafted.
         epochs: passes over the training split.
@@ -90,8 +91,8 @@ class TrainConfig:
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
+        if self.method not in _TRAINED:
+            raise ValueError(f"method must be one of {', '.join(_TRAINED)}, not {self.method!r}")
         for name in (
             "heads",
             "blocks",

@@ -21,11 +21,16 @@ if TYPE_CHECKING:
     from treedec.drafter import DraftState as DraftState
     from treedec.drafter import Outcome as Outcome
     from treedec.growth import BestFirst as BestFirst
+    from treedec.growth import DynamicTree as DynamicTree
     from treedec.growth import GrowthPolicy as GrowthPolicy
     from treedec.growth import StaticTree as StaticTree
     from treedec.heads import DraftModelDrafter as DraftModelDrafter
+    from treedec.heads import EagleDrafter as EagleDrafter
+    from treedec.heads import HydraDrafter as HydraDrafter
     from treedec.heads import MedusaDrafter as MedusaDrafter
     from treedec.heads import NgramDrafter as NgramDrafter
+    from treedec.heads import RecurrentDrafter as RecurrentDrafter
+    from treedec.heads import UnionDrafter as UnionDrafter
     from treedec.heads import load_drafter as load_drafter
     from treedec.limits import UnsupportedModel as UnsupportedModel
     from treedec.models import load_target as load_target
@@ -41,35 +46,40 @@ __version__ = "0.1.0"
 # Every public name and the module it lives in. They are imported when first used: the command line answers `--help`
 # without loading torch, and the engine does not import the heads that draft for it.
 _HOMES = {
+    "acceptance_bounds": "bounds",
     "AcceptanceBounds": "bounds",
     "AcceptanceRule": "acceptance",
     "BestFirst": "growth",
+    "check_model": "probe",
     "Committed": "decode",
+    "custom_generate": "api",
     "DecodingStats": "stats",
-    "DraftModelDrafter": "heads",
     "Draft": "drafter",
-    "DraftSession": "drafter",
-    "DraftState": "drafter",
     "Drafter": "drafter",
     "Drafting": "drafter",
+    "DraftModelDrafter": "heads",
+    "DraftSession": "drafter",
+    "DraftState": "drafter",
+    "DynamicTree": "growth",
+    "EagleDrafter": "heads",
+    "generate": "api",
     "GrowthPolicy": "growth",
+    "HydraDrafter": "heads",
+    "load_drafter": "heads",
+    "load_target": "models",
     "MedusaDrafter": "heads",
     "ModelCheck": "probe",
     "NgramDrafter": "heads",
     "Outcome": "drafter",
+    "RecurrentDrafter": "heads",
     "StaticTree": "growth",
+    "stream": "api",
     "Target": "target",
     "TokenTree": "tree",
     "TreeDecoderOutput": "api",
     "TreeError": "tree",
+    "UnionDrafter": "heads",
     "UnsupportedModel": "limits",
-    "acceptance_bounds": "bounds",
-    "check_model": "probe",
-    "custom_generate": "api",
-    "generate": "api",
-    "load_drafter": "heads",
-    "load_target": "models",
-    "stream": "api",
 }
 
 __all__ = list(_HOMES)

@@ -89,7 +89,13 @@ def _features(head_input: Tensor, out: Any, layers: tuple[int, ...] | None) -> T
     """`[B, N, F]` of what a pass returned: the LM-head input, or the hidden states of some layers side by side."""
     if not layers:
         return None if layers is None else head_input
-    return torch.cat([out.hidden_states[layer] for layer in layers], dim=-1)
+    found = [out.hidden_states[layer] for layer in layers]
+    if any(states.dim() != 3 for states in found):
+        raise UnsupportedModel(
+            f"the drafter reads hidden states, which this model has several of per token ({list(found[0].shape)}): use "
+            "a drafter that reads none, or the LM-head input only"
+        )
+    return torch.cat(found, dim=-1)
 
 
 class Target:

@@ -205,6 +205,8 @@ def write(
         raise CheckpointError(f"{stored.source.parent} cannot be written as {name}: {reason}")
     if model is not None:
         check_target(stored, model)
+        # Where the target came from, if it is not known from the training: speculators finds it by that.
+        base = base or stored.base or model.config.name_or_path or None
         stored = replace(stored, target=Fingerprint.of(model))
     stored = replace(stored, base=stored.base or base)
     shares = not getattr(stored.config, "own_lm_heads", getattr(stored.config, "own_lm_head", False))

@@ -149,7 +149,7 @@ def eagle3_refuses(stored: Stored) -> str | None:
     """Why `write_eagle3` has no way to say what this head is, or None."""
     shape: EagleConfig = stored.config
     # Other readers would skip what they do not know, and draft worse without ever failing.
-    names = (*_OPTIONS, "attention_bias", "qk_norm", "fc_bias")
+    names = (*_OPTIONS, "attention_bias", "qk_norm", "fc_bias", "sliding_window")
     unknown = [name for name in names if getattr(shape, name)]
     if shape.version != 3:
         return "it is an EAGLE-1 head"
@@ -202,9 +202,16 @@ def _shape(source: Source, layer: Mapping[str, Any], version: int, draft_vocab_s
         "version": version,
         "rms_norm_eps": layer["rms_norm_eps"],
         "rope_parameters": rope,
+        "sliding_window": _window(layer),
         "attention_bias": f"{prefix}self_attn.q_proj.bias" in source.tensors,
         "own_embeddings": "embed_tokens.weight" in source.tensors,
     }
+
+
+def _window(layer: Mapping[str, Any]) -> int | None:
+    """What the layer sees of the text: speculators' trainer gives it a window of 2048 unless told otherwise."""
+    kinds = layer.get("layer_types") or ["full_attention"]
+    return layer.get("sliding_window") if kinds[0] == "sliding_attention" else None
 
 
 def _eagle3_config(source: Source, layer: Mapping[str, Any], features: tuple[int, ...]) -> EagleConfig:
@@ -326,7 +333,12 @@ def _described(shape: EagleConfig, stored: Stored) -> dict[str, Any]:
     """The decoder layer as transformers configures it, in the names that all of its versions read."""
     rope = dict(shape.rope_parameters)
     theta, kind = rope.pop("rope_theta", 10000.0), rope.pop("rope_type", "default")
+    window = (
+        {} if shape.sliding_window is None else {"sliding_window": shape.sliding_window, "use_sliding_window": True}
+    )
     return {
+        **window,
+        "layer_types": ["full_attention" if shape.sliding_window is None else "sliding_attention"],
         "model_type": "qwen3" if shape.qk_norm else "llama",
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,

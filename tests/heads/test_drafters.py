@@ -263,6 +263,39 @@ def test_untrained_medusa_heads_repeat_the_prediction_of_the_target():
         torch.testing.assert_close(torch.tensor(scores[0][0], dtype=torch.float64), expected.values, atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["llama", "granite", "cohere", "gemma2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_untrained_medusa_logits_are_the_model_s_own(name, tied):
+    """Scaled (granite, cohere), capped (gemma 2), and with the embeddings for an LM head."""
+    model = fresh_model(name, tie_word_embeddings=tied)
+    heads = MedusaHeads(MedusaConfig(32, VOCAB, 2, 1, 40), torch.arange(40) * 2).double()
+    verified = treedec.Target(model).prefill(treedec.Target(model).allocate(1, 32), prompts())
+    for logits in MedusaDrafter(heads, model, BestFirst()).logits(verified.hidden[:, -1], depths=2):
+        torch.testing.assert_close(logits[0], verified.logits[0, -1, heads.draft_ids], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_medusa_logits_are_those_of_the_paper(own):
+    """Cai et al. 2024, equation 1: softmax(W2 (silu(W1 h) + h)), with a bias, two blocks and a trimmed vocabulary."""
+    model, generator = tiny_model(), torch.Generator().manual_seed(3)
+    config = MedusaConfig(32, VOCAB, heads=3, blocks=2, draft_vocab_size=20, own_lm_heads=own)
+    heads = MedusaHeads(config, torch.arange(20) * 4 + 1).double().requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    hidden = torch.randn(4, 32, generator=generator, dtype=torch.float64)
+    found = MedusaDrafter(heads, model, BestFirst(4)).logits(hidden, depths=3)
+    for head in range(3):
+        rows = heads.lm_heads[head] if own else model.lm_head.weight[heads.draft_ids]
+        for place, x in enumerate(hidden):
+            for block in range(2):
+                inner = torch.stack(
+                    [sum(w * v for w, v in zip(row, x, strict=True)) for row in heads.weight[head, block]]
+                )
+                inner = inner + heads.bias[head, block]
+                x = x + inner / (1 + (-inner).exp())
+            torch.testing.assert_close(found[head, place], rows @ x, atol=1e-9, rtol=0)
+
+
 def test_a12_a_tree_that_does_not_fit_the_heads_is_refused_before_generation():
     model = tiny_model()
     heads = medusa_heads(model, heads=2)

@@ -389,6 +389,26 @@ def test_queries_keys_and_values_with_a_bias_of_their_own(tmp_path, model):
     assert build_heads(stored, model)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_sliding_window_of_speculators_comes_back(tmp_path, kind):
+    """Its trainer gives the layer one of 2048 tokens unless told otherwise."""
+    window = {"model_type": kind, "layer_types": ["sliding_attention"], "sliding_window": 2048}
+    layer = SPECULATORS["transformer_layer_config"] | window | {"use_sliding_window": True}
+    tensors = eagle3_tensors("layers.0.")
+    if kind == "qwen3":
+        tensors |= {f"layers.0.self_attn.{name}_norm.weight": 1 + noise(HEAD_DIM) for name in "qk"}
+    stored = read(put(tmp_path / "a", SPECULATORS | {"transformer_layer_config": layer}, tensors))
+    assert stored.config.sliding_window == 2048
+    assert "sliding_window" in unwritable(stored, "eagle3")
+    write(tmp_path / "b", stored, "speculators")
+    assert read(tmp_path / "b").config == stored.config
+    without = layer | {"layer_types": ["full_attention"]}
+    assert (
+        read(put(tmp_path / "c", SPECULATORS | {"transformer_layer_config": without}, tensors)).config.sliding_window
+        is None
+    )
+
+
 @pytest.mark.parametrize("option", ["fc_norm", "norm_before_fc", "norm_output", "qk_norm"])
 def test_options_of_speculators_come_back(tmp_path, model, option):
     config, tensors = dict(SPECULATORS), eagle3_tensors("layers.0.")

@@ -343,3 +343,15 @@ def test_a_draft_model_in_a_union_keeps_the_state_of_a_fresh_start():
             assert torch.equal(used.tree.tokens, fresh.tree.tokens)
             own.observe(Outcome([[] for _ in texts], [[] for _ in texts]))
     assert behind >= {1, 2, 3} and len(kept) > 20
+
+
+def test_drafters_joined_by_a_plus_draft_together():
+    model = tiny_model()
+    drafter = treedec.load_drafter("ngram+ngram", model, tree=10)
+    assert isinstance(drafter, UnionDrafter) and drafter.max_nodes == 10 and drafter.name == "ngram+ngram"
+    expected = reference(model, prompts(), max_new_tokens=20, do_sample=False)
+    assert torch.equal(treedec.generate(model, prompts(), drafter, max_new_tokens=20, do_sample=False), expected.ids)
+    with pytest.raises(FileNotFoundError, match="no drafter 'nosuch'"):
+        treedec.load_drafter("ngram+nosuch", model)
+    with pytest.raises(ValueError, match="must be a number of nodes"):
+        treedec.load_drafter("ngram+ngram", model, tree=treedec.BestFirst(8))

@@ -135,6 +135,7 @@ def test_treedec_drafts_with_what_the_peer_writes(options, peer, target, given, 
     assert detect(folder) == "speculators"
     stored = read(folder)
     expected = {**LAYER, "target_hidden_size": 32, "features": TAPS, "own_embeddings": True, "own_lm_head": True}
+    expected["sliding_window"] = 2048
     assert stored.config == EagleConfig(**expected | options)
     assert stored.base == str(target.folder)
     peers = drafted_by(peer, folder, given, tmp_path)
