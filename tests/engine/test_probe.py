@@ -86,8 +86,8 @@ def test_a_target_that_misplaces_its_nodes_is_found(monkeypatch):
     """Control: the probe would also find a fault of our own."""
     model, score = tiny_model(), Target.score
 
-    def shifted(self, cache, tokens, positions, sees, keep):
-        return score(self, cache, tokens, positions + (sees.shape[-1] == probe._NODES), sees, keep)
+    def shifted(self, cache, tokens, positions, sees, keep, features=None):
+        return score(self, cache, tokens, positions + (sees.shape[-1] == probe._NODES), sees, keep, features)
 
     monkeypatch.setattr(Target, "score", shifted)
     assert not check_model(model).exact
