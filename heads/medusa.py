@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from treedec.drafter import Draft, Drafter, Drafting, DraftSession, DraftState
 from treedec.growth import GrowthPolicy
+from treedec.heads.sequential import draft_vocabulary
 from treedec.target import Target, finish_logits
 from treedec.tree import TokenTree
 
@@ -77,15 +78,7 @@ class MedusaHeads(nn.Module):
             if config.own_lm_heads
             else None
         )
-        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
-        if (
-            ids.shape != (config.draft_vocab_size,)
-            or bool((ids[1:] <= ids[:-1]).any())
-            or int(ids[0]) < 0
-            or int(ids[-1]) >= config.vocab_size
-        ):
-            raise ValueError(f"draft_ids must be {config.draft_vocab_size} ascending ids below {config.vocab_size}")
-        self.register_buffer("draft_ids", ids.long())
+        self.register_buffer("draft_ids", draft_vocabulary(draft_ids, config.draft_vocab_size, config.vocab_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[T, H]` hidden states to `[K, T, H]` inputs of the LM head, shared or their own."""
