@@ -269,7 +269,10 @@ def test_a_dynamic_tree_leaves_out_worthless_and_undefined_candidates():
 
 def test_finished_rows_and_rows_without_room_get_no_candidates():
     opinions = Opinions(3, 4)
-    grow = lambda room, limit: DynamicTree().grow([9, None, 8], opinions.first(), opinions.expand, room, limit)  # noqa: E731
+
+    def grow(room, limit):
+        return DynamicTree().grow([9, None, 8], opinions.first(), opinions.expand, room, limit)
+
     assert grow([2, 0, 0], 64).counts.tolist()[1:] == [0, 1]
     for room, limit in (([0, 0, 0], 64), ([3, 0, 3], 1)):
         tree = grow(room, limit)

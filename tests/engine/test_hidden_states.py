@@ -62,9 +62,12 @@ def test_features_are_those_of_the_committed_text(architecture, layers, chunk):
 
 def test_features_go_on_where_the_text_is_read_anew():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 4.0, 8.0]}
-    make = lambda: fresh_model(  # noqa: E731
-        "phi3", rope_parameters=rope, max_position_embeddings=80, original_max_position_embeddings=20
-    )
+
+    def make():
+        return fresh_model(
+            "phi3", rope_parameters=rope, max_position_embeddings=80, original_max_position_embeddings=20
+        )
+
     expected = reference(make(), prompts(), max_new_tokens=NEW, do_sample=False)
     drafter = Reads(uneven(expected), ())  # which checks that there is one feature for every token but the last
     out = treedec.generate(make(), prompts(), drafter, max_new_tokens=NEW, do_sample=False)
