@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treedec.models import Fingerprint
 from treedec.target import Target
+from treedec.training.openings import OPENINGS
 from treedec.tree import TokenTree
 
 
@@ -41,6 +42,10 @@ class SynthConfig:
         length: tokens per conversation; its turns go on until then.
         rows: conversations per batch.
         answer_tokens: an answer that has not ended by then is ended, so that repetition loops do not fill the data.
+        question_tokens: likewise for a question.
+        openings: first words of user turns.
+        opened: the share of the conversations whose first question begins with one of them, the others being left to
+            the model.
         question_temperature: sampling temperature of the user turns.
         answer_temperatures: conversation `i` answers at entry `i % len`; 0 is greedy.
         seed: batch `k` is drawn from the seed `(seed, k)`, whatever ran before it.
@@ -50,14 +55,21 @@ class SynthConfig:
     length: int = 512
     rows: int = 128
     answer_tokens: int = 256
+    question_tokens: int = 160
+    openings: tuple[str, ...] = OPENINGS
+    opened: float = 0.75
     question_temperature: float = 1.0
     answer_temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "length", "rows", "answer_tokens"):
+        for name in ("tokens", "length", "rows", "answer_tokens", "question_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.opened <= 1:
+            raise ValueError(f"opened must be a fraction in [0, 1], not {self.opened}")
+        if self.opened and not (self.openings and all(self.openings)):
+            raise ValueError("openings must be given and not be empty, unless opened is 0")
         if not self.answer_temperatures or min(self.question_temperature, *self.answer_temperatures) < 0:
             raise ValueError("temperatures must be given and not be negative")
 
@@ -154,6 +166,7 @@ class Synthesizer:
         vocab_size = self.target.vocab_size
         # Rows of the LM head beyond the tokenizer's vocabulary only pad it.
         banned = {id_ for id_ in _special_ids(tokenizer) if id_ < vocab_size} | set(range(len(tokenizer), vocab_size))
+        self._openings = [tokenizer.encode(text, add_special_tokens=False) for text in config.openings]
         self._never_question = sorted(banned - {self.template.after_question[0]})
         self._never_answer = sorted(banned - {self.template.after_answer[0]})
 
@@ -175,8 +188,14 @@ class Synthesizer:
         generator = torch.Generator(target.device).manual_seed(config.seed * 1_000_003 + index)
         temperatures = config.answer_temperatures
         opening = list(self.template.opening)
+        words = self._first_words(generator)
         rows = [
-            _Row(list(opening), temperatures[(index * config.rows + i) % len(temperatures)], turn_start=len(opening))
+            _Row(
+                list(opening),
+                temperatures[(index * config.rows + i) % len(temperatures)],
+                forced=words[i],
+                turn_start=len(opening),
+            )
             for i in range(config.rows)
         ]
         cache = target.allocate(config.rows, config.length)
@@ -191,6 +210,15 @@ class Synthesizer:
             for row, token in zip(rows, sampled, strict=True):
                 self._advance(row, token)
         return [self._finish(row) for row in rows]
+
+    def _first_words(self, generator: torch.Generator) -> list[list[int]]:
+        """The tokens that each row's first question is made to begin with, none for some."""
+        rows, device = self.config.rows, generator.device
+        left = torch.rand(rows, generator=generator, device=device) >= self.config.opened
+        if bool(left.all()):
+            return [[] for _ in range(rows)]
+        choice = torch.randint(len(self._openings), (rows,), generator=generator, device=device)
+        return [[] if free else list(self._openings[k]) for free, k in zip(left.tolist(), choice.tolist(), strict=True)]
 
     def _sample(self, logits: Tensor, rows: Sequence[_Row], generator: torch.Generator) -> list[int]:
         """One token per row from `[B, V]` logits, at each row's temperature, never a special token inside a turn."""
@@ -220,8 +248,9 @@ class Synthesizer:
         token = row.forced.pop(0) if row.forced else sampled
         following = self.template.after_answer if row.answering else self.template.after_question
         in_turn = len(row.tokens) >= row.turn_start
-        if in_turn and row.answering and len(row.tokens) - row.turn_start >= self.config.answer_tokens:
-            token = following[0]
+        most = self.config.answer_tokens if row.answering else self.config.question_tokens
+        if in_turn and len(row.tokens) - row.turn_start >= most:
+            token, row.forced = following[0], []
         row.tokens.append(token)
         if in_turn and token == following[0]:
             # The end token is part of what the assistant says: heads must learn when it stops.

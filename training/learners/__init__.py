@@ -1,0 +1,1 @@
+"""Methods that can be trained: one learner for each."""
