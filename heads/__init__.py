@@ -83,11 +83,11 @@ def load_drafter(
         stored = read(folder, model)
         growth = _growth(stored, tree)
         return METHODS[stored.method].drafter(build_heads(stored, model), model, growth)
-    draft_model = on_device(_load_draft_model(folder, model.dtype), model.device).eval()
+    draft_model = on_device(load_draft_model(folder, model.dtype), model.device).eval()
     return DraftModelDrafter(draft_model) if tree is None else DraftModelDrafter(draft_model, depth=_chain_depth(tree))
 
 
-def _load_draft_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_draft_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """A causal LM with every one of its weights from the folder.
 
     Raises:

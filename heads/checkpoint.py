@@ -15,7 +15,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def save_heads(
     training: Mapping[str, object],
     dtype: torch.dtype = torch.float16,
     overwrite: bool = False,
+    parts: Mapping[str, Callable[[Path], None]] | None = None,
 ) -> None:
     """Write heads as a checkpoint folder; it appears complete or not at all.
 
@@ -114,6 +116,7 @@ def save_heads(
         training: anything JSON can hold about how they were trained.
         dtype: of the stored weights.
         overwrite: replace a heads checkpoint that is already there.
+        parts: what else belongs to the checkpoint: names of files or folders in it, and what writes each to its path.
 
     Raises:
         FileExistsError: `folder` exists and `overwrite` is False, or it is something else than a heads checkpoint.
@@ -125,7 +128,7 @@ def save_heads(
     check_replaceable(folder)
     method = _method_of(heads)
     tensors = {key: _stored(key, value, dtype) for key, value in heads.state_dict().items()}
-    write_folder(folder, _described(method, heads.config, target, None, training), tensors)
+    write_folder(folder, _described(method, heads.config, target, None, training), tensors, parts)
 
 
 def encode_heads(stored: Stored) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -152,22 +155,43 @@ def _described(
     return described if base is None else described | {"base": base}
 
 
-def write_folder(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors`, in place of those of a folder that is there.
+def write_folder(
+    folder: Path,
+    config: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    parts: Mapping[str, Callable[[Path], None]] | None = None,
+) -> None:
+    """Write `config.json`, `model.safetensors` and `parts` (see `save_heads`), in place of those that are there."""
+    parts = parts or {}
+    with replacing(folder, (*_OURS, *parts)) as fresh:
+        (fresh / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file({key: value.contiguous() for key, value in tensors.items()}, fresh / WEIGHTS_FILE, {"format": "pt"})
+        for name, write in parts.items():
+            write(fresh / name)
 
-    The folder appears complete or not at all, and keeps whatever else lies in it.
+
+@contextmanager
+def replacing(folder: Path, ours: tuple[str, ...]) -> Iterator[Path]:
+    """A scratch folder that becomes `folder` when the block ends: complete, or, if it raises, not at all.
+
+    Args:
+        folder: may exist; what lies in it is then in the scratch folder already, without what `ours` names.
+        ours: names, or patterns of them as of `fnmatch`, of what is written anew.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         fresh = Path(scratch) / "new"
         if folder.exists():
+            left_out = shutil.ignore_patterns(*ours)
             shutil.copytree(
-                folder, fresh, symlinks=True, ignore=lambda place, _: _OURS if Path(place) == folder else ()
+                folder,
+                fresh,
+                symlinks=True,
+                ignore=lambda place, names: left_out(place, names) if Path(place) == folder else (),
             )
         else:
             fresh.mkdir()
-        (fresh / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file({key: value.contiguous() for key, value in tensors.items()}, fresh / WEIGHTS_FILE, {"format": "pt"})
+        yield fresh
         if not folder.exists():
             fresh.rename(folder)
             return

@@ -109,7 +109,8 @@ class Batch:
     Attributes:
         input_ids: `[B, L]` int64, padded with 0.
         lengths: `[B]` int64.
-        runs: `[B, L]` int64, a number for the run that a position lies in; −1 outside all runs.
+        runs: `[B, L]` int64, a number for the run that a position lies in, which no other run of the pack has; −1
+            outside all runs.
         hidden: `[B, L, H]` the target's LM-head inputs, in its dtype; of padding, anything finite.
         features: `[B, L, F]` the other hidden states that the learner asked for (`Learner.layers`), side by side; None
             if it asked for none.
@@ -132,8 +133,11 @@ class Batch:
 class FeatureSource(Protocol):
     """Where batches come from: computed now, or stored before."""
 
-    corpus: Corpus
-    packs: Packs
+    @property
+    def corpus(self) -> Corpus: ...
+
+    @property
+    def packs(self) -> Packs: ...
 
     def batch(self, pack: int) -> Batch:
         """One pack, on the device of the target."""
@@ -178,6 +182,9 @@ class Learner(nn.Module, ABC):
     depths: int
     offset: int = 1
     draft_ids: Tensor
+
+    def at(self, progress: float) -> None:
+        """Called before every step with the fraction of the run that is done: from 0, to below 1 in the last step."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> Losses:

@@ -1,10 +1,10 @@
-"""What Medusa heads are trained on (Medusa-1: Cai et al. 2024, arXiv:2401.10774, section 2.2) and measured by.
+"""What draft heads are trained on and measured by.
 
 The target stays frozen and is its own teacher: heads are fitted to its distributions, not to single tokens, because
-that is what a draft will be verified against. In a run of consecutive hidden states `h_0 .. h_{n-1}`, `h_{t+1+k}` gives
-the distribution of the token that head `k` must guess from `h_t`.
+that is what a draft will be verified against (as Medusa-1 does in self-distillation: Cai et al. 2024, arXiv:2401.10774,
+section 2.3). Which position teaches which is said in `contracts`.
 
-Logits over the draft vocabulary are by far the largest thing here, so they exist for one block of rows and one head at
+Logits over the draft vocabulary are by far the largest thing here, so they exist for one block of rows and one depth at
 a time, and the gradient of the loss, which is known in closed form, is taken while they do.
 """
 
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from treedec.target import logit_factor
+from treedec.training.contracts import Batch, Losses
 
 # Rows of logits alive at a time. 8,192 float32 columns make 8 MB, which stays in the cache of a desktop processor.
 _BLOCK = 256
@@ -54,25 +55,6 @@ class DraftHead:
         )
 
 
-@dataclass(frozen=True)
-class HeadLosses:
-    """Sums and means over the rows at which each head is supervised.
-
-    Attributes:
-        kl: `[K]` mean KL(teacher || head) in nats; 0 for a head without a supervised row. Differentiable in the states.
-        hits: `[K]` rows at which the head's best draft token is the teacher's.
-        counts: `[K]` supervised rows.
-    """
-
-    kl: Tensor
-    hits: Tensor
-    counts: Tensor
-
-    def total(self, weights: Tensor) -> Tensor:
-        """The scalar to minimise: `sum_k weights[k] kl[k]`."""
-        return (self.kl * weights.to(self.kl)).sum()
-
-
 def draft_logits(hidden: Tensor, head: DraftHead) -> Tensor:
     """`[n, H]` LM-head inputs to `[n, Vd]` scores in float32 (float64 for a float64 head).
 
@@ -83,68 +65,125 @@ def draft_logits(hidden: Tensor, head: DraftHead) -> Tensor:
     return scores if head.cap is None else torch.tanh(scores / head.cap) * head.cap
 
 
-def medusa_loss(states: Tensor, hidden: Tensor, starts: Tensor, head: DraftHead, block: int = _BLOCK) -> HeadLosses:
-    """The Medusa-1 loss of a batch of runs laid end to end.
+def distillation(
+    states: Tensor,
+    rows: Tensor,
+    batch: Batch,
+    head: DraftHead,
+    *,
+    offset: int = 1,
+    text: Tensor | None = None,
+    block: int = _BLOCK,
+) -> Losses:
+    """How far drafts are from what the target would say, and the gradient of that.
 
     Args:
-        states: `[K, T, H]` what the heads make of `hidden`, in any floating dtype.
-        hidden: `[T, H]` the target's LM-head inputs: several runs of consecutive positions, one after the other.
-        starts: `[T]` int64, for each row the index of the first row of its run. Head `k` is supervised at row `t` by
-            row `t + 1 + k` if that is still in the same run.
+        states: `[D, T, H]` what is to be read by the LM head at each depth, in any floating dtype.
+        rows: `[T]` int64, ascending: the positions they belong to, within the `B L` of the flattened batch. All
+            positions that are supervised at depth 0 must be among them.
+        batch: the pack; its `hidden` is the teacher.
         head: the frozen LM head.
+        offset: as in `Learner`: a state at position `p` and depth `d` is taught by position `p + offset + d`.
+        text: None to minimise `KL(teacher || draft)`; or `[B L]` int64, the place in the draft vocabulary of the token
+            that follows each position in the text, −1 if it has none, to minimise the cross-entropy of those tokens.
+            Positions without one then count for nothing.
         block: rows of logits held at a time.
 
     Returns:
-        Finite losses, zero if nothing is supervised (`T` may be 0).
+        Finite losses, zero if nothing is supervised.
     """
-    return HeadLosses(*_SoftLabelLoss.apply(states, hidden, starts, head, block))
+    with torch.autocast(states.device.type, enabled=False):  # dtypes are chosen here, not by what surrounds it
+        return Losses(*_Distillation.apply(states, rows, batch, head, offset, text, block))
 
 
-class _SoftLabelLoss(torch.autograd.Function):
-    """KL(p || softmax(z)) with its gradient `softmax(z) - p`, computed block by block in the forward pass.
+class _Distillation(torch.autograd.Function):
+    """Sums of `KL(p || softmax(z))`, or of `-log softmax(z)[y]`, with their gradient `softmax(z) - p`.
 
-    Where `z = c tanh(s / c)`, the gradient in `s` is that times `dz/ds = 1 - (z / c)^2`.
+    For a label y, p is 1 at y. Where `z = c tanh(s / c)`, the gradient in `s` is that times `dz/ds = 1 - (z / c)^2`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, hidden: Tensor, starts: Tensor, head: DraftHead, block: int
+        ctx: Any,
+        states: Tensor,
+        rows: Tensor,
+        batch: Batch,
+        head: DraftHead,
+        offset: int,
+        text: Tensor | None,
+        block: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = states.shape[0]
+        depths, device = states.shape[0], states.device
         wide = torch.promote_types(head.weight.dtype, torch.float32)
-        kl = torch.zeros(heads, dtype=wide, device=states.device)
-        hits, counts = kl.new_zeros(heads, dtype=torch.long), kl.new_zeros(heads, dtype=torch.long)
+        sums = torch.zeros(depths, dtype=wide, device=device)
+        hits, counts = sums.new_zeros(depths, dtype=torch.long), sums.new_zeros(depths, dtype=torch.long)
         gradient = torch.zeros_like(states) if ctx.needs_input_grad[0] else None
-        for first, last in _blocks(1, hidden.shape[0], block):  # row 0 teaches nobody
-            z = draft_logits(hidden[first:last], head)
+        for teachers, readers in _lessons(rows, batch, offset, depths, block):
+            z = draft_logits(batch.hidden.flatten(0, 1)[teachers], head)
             best = z.argmax(-1, keepdim=True)
             p, normaliser = _softmax(z)
             negative_entropy = torch.linalg.vecdot(p, z) - normaliser
-            for k, rows, taught in _pairs(first, last, starts, heads):
-                teachers = slice(last - first - len(taught), None)
-                z = draft_logits(states[k, rows], head)
+            labels = None if text is None else text[teachers]
+            for depth, (index, taught) in enumerate(readers):
+                z = draft_logits(states[depth, index], head)
                 q, normaliser = _softmax(z)
-                rows_kl = negative_entropy[teachers] + normaliser - torch.linalg.vecdot(p[teachers], z)
-                kl[k] += torch.where(taught, rows_kl, 0).sum()
-                hits[k] += ((z.gather(1, best[teachers])[:, 0] >= z.amax(-1)) & taught).sum()
-                counts[k] += taught.sum()
+                if labels is None:
+                    loss, error = negative_entropy + normaliser - torch.linalg.vecdot(p, z), q.sub_(p)
+                else:
+                    taught, label = taught & (labels >= 0), labels.clamp(min=0)[:, None]
+                    loss = normaliser - z.gather(1, label)[:, 0]
+                    error = q.scatter_add_(1, label, q.new_full((), -1.0).expand_as(label))
+                sums[depth] += torch.where(taught, loss, 0).sum()
+                hits[depth] += ((z.gather(1, best)[:, 0] >= z.amax(-1)) & taught).sum()
+                counts[depth] += taught.sum()
                 if gradient is not None:
-                    error = q.sub_(p[teachers])
                     if head.cap is not None:
                         error = error * (1 - (z / head.cap).square())
                     error = error.to(head.weight.dtype) @ head.weight
-                    gradient[k, rows] = error.mul_(taught[:, None]).to(gradient.dtype)
-        divisor = counts.clamp(min=1)
+                    gradient[depth].index_add_(0, index, error.mul_(taught[:, None]).to(gradient.dtype))
         if gradient is not None:
-            ctx.save_for_backward(gradient.div_(divisor[:, None, None].to(gradient.dtype)))
+            ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(hits, counts)
-        return kl / divisor, hits, counts
+        return sums, hits, counts
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_kl: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_sums: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_kl[:, None, None].to(gradient.dtype), None, None, None, None
+        return gradient * grad_sums[:, None, None].to(gradient.dtype), None, None, None, None, None, None
+
+
+@torch.no_grad()
+def text_ranks(
+    states: Tensor,
+    rows: Tensor,
+    batch: Batch,
+    head: DraftHead,
+    text: Tensor,
+    top: int,
+    *,
+    offset: int = 1,
+    block: int = _BLOCK,
+) -> Tensor:
+    """At which place of the drafts the text's own token stands.
+
+    Args:
+        states, rows, batch, head, offset, block: as in `distillation`.
+        text: `[B L]` int64 as there.
+        top: ranks from which on all count the same.
+
+    Returns:
+        `[D, B, L]` int64, see `Learner.ranks`.
+    """
+    ranks = torch.full((states.shape[0], batch.input_ids.numel()), top, device=states.device)
+    for teachers, readers in _lessons(rows, batch, offset, states.shape[0], block):
+        labels = text[teachers]
+        for depth, (index, taught) in enumerate(readers):
+            z = draft_logits(states[depth, index], head)
+            found = (z > z.gather(1, labels.clamp(min=0)[:, None])).sum(1).clamp(max=top)
+            known = taught & (labels >= 0)
+            ranks[depth, rows[index[known]]] = found[known]
+    return ranks.unflatten(1, batch.input_ids.shape)
 
 
 def _scaled(rows: Tensor, factor: float) -> Tensor:
@@ -161,51 +200,26 @@ def _softmax(z: Tensor) -> tuple[Tensor, Tensor]:
     return p, z.amax(-1) - p.amax(-1).log()
 
 
-@torch.no_grad()
-def agreement(
-    states: Tensor,
-    starts: Tensor,
-    greedy: Tensor,
-    draft_ids: Tensor,
-    head: DraftHead,
-    top: int = 5,
-    block: int = _BLOCK,
-) -> tuple[Tensor, Tensor]:
-    """How often the heads draft the token that the target then takes.
+def _lessons(
+    rows: Tensor, batch: Batch, offset: int, depths: int, block: int
+) -> Iterator[tuple[Tensor, list[tuple[Tensor, Tensor]]]]:
+    """The teachers, block by block, and who learns from them.
 
-    Args:
-        states, starts, head, block: as in `medusa_loss`.
-        greedy: `[T]` the target's greedy token after each row, over its full vocabulary.
-        draft_ids: `[Vd]` the ids of the draft vocabulary.
-        top: how many drafts per head are looked at (at most Vd).
-
-    Returns:
-        ranks, `[K, top]` int64: how many supervised rows find the greedy token at each rank of the head's drafts; and
-        the number of supervised rows, `[K]` int64. A greedy token outside the draft vocabulary is at no rank.
+    Yields:
+        teachers: `[n]` int64 positions in the flattened batch.
+        readers: for each depth `index [n]`, which of the T rows a teacher teaches, and `taught [n]` bool, whether it
+            does. Few do not (`depth` per run); leaving them in costs less than copying what the others learn from.
     """
-    heads = states.shape[0]
-    ranks = torch.zeros(heads, top, dtype=torch.long, device=states.device)
-    counts = torch.zeros(heads, dtype=torch.long, device=states.device)
-    for first, last in _blocks(1, states.shape[1], block):
-        for k, rows, taught in _pairs(first, last, starts, heads):
-            drafts = draft_ids[draft_logits(states[k, rows], head).topk(top).indices]
-            ranks[k] += ((drafts == greedy[last - len(drafts) : last, None]) & taught[:, None]).sum(0)
-            counts[k] += taught.sum()
-    return ranks, counts
-
-
-def _blocks(first: int, last: int, size: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + size, last)) for start in range(first, last, size))
-
-
-def _pairs(first: int, last: int, starts: Tensor, heads: int) -> Iterator[tuple[int, slice, Tensor]]:
-    """Which rows of each head the teacher rows `first .. last - 1` supervise.
-
-    Yields `(k, rows, taught)`: row `rows[i]` of head `k` belongs to the i-th of the *last* `len(rows)` teacher rows,
-    and counts if `taught[i]`. Few rows do not count (`k + 1` per run); leaving them in costs less than gathering.
-    """
-    for k in range(heads):
-        rows = slice(max(first - 1 - k, 0), last - 1 - k)
-        if rows.stop > rows.start:
-            readers = torch.arange(rows.start, rows.stop, device=starts.device)
-            yield k, rows, readers >= starts[rows.start + 1 + k : last]
+    runs = batch.runs.flatten()
+    place = torch.full_like(runs, -1)
+    place[rows] = torch.arange(len(rows), device=rows.device)
+    # Whoever teaches at a deeper depth also teaches at depth 0.
+    first = batch.supervised(offset).flatten().nonzero()[:, 0]
+    for teachers in (first + offset).split(block):
+        readers = []
+        for depth in range(depths):
+            position = teachers - offset - depth
+            index = place[position.clamp(min=0)]
+            taught = (position >= 0) & (runs[position.clamp(min=0)] == runs[teachers])
+            readers.append((index.clamp(min=0), taught))
+        yield teachers, readers

@@ -22,7 +22,7 @@ def pack(corpus: Corpus, tokens: int, holdout: float, seed: int = 0) -> Packs:
     if len(usable) < 2:
         raise ValueError(
             f"{len(usable)} of {len(corpus)} conversations supervise anything, and one must be held out: more data is "
-            "needed; a conversation counts if the assistant says three tokens or more in it"
+            "needed; a conversation counts if the assistant says two tokens or more at a time"
         )
     heldout = min(max(1, round(holdout * len(usable))), len(usable) - 1)
     random = np.random.default_rng(seed)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -269,10 +269,46 @@ class Target:
             logits, hidden, found = self._compiled(tree.tokens.to(self.device), positions, mask, cache, features)
         return Verified(logits, hidden, found)
 
-    def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """`[B, L, H]` LM-head inputs of whole sequences, without a cache or `[B, L, V]` logits (for training)."""
+    @overload
+    def features(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, layers: None = None) -> Tensor: ...
+    @overload
+    def features(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]: ...
+    def features(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, layers: tuple[int, ...] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """What training reads of whole sequences, without a cache or `[B, L, V]` logits.
+
+        Args:
+            input_ids: `[B, L]` int64.
+            attention_mask: `[B, L]`, 0 for padding; None means no padding, or padding on the right, where causal
+                attention never looks.
+            layers: indices into transformers' `hidden_states`, as in `Drafter.features`.
+
+        Returns:
+            The LM-head inputs `[B, L, H]`. If `layers` were given, a pair of these and of the hidden states of those
+            layers side by side, `[B, L, F]`, or None where `layers` is empty.
+
+        Raises:
+            UnsupportedModel: layers of a model that has several hidden states per token.
+        """
+        # The model keeps the states of all layers until the pass is over. Given a list it would keep those in it only,
+        # but transformers 5.21 counts otherwise in such lists than 5.24, and neither counts layers that run repeatedly.
+        asked: dict[str, Any] = {"output_hidden_states": True} if layers else {}
         with self._head_input(last_only=True) as captured, torch.no_grad():
-            self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+            out = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **asked)
+        if layers is None:
+            return captured[0]
+        return captured[0], _features(captured[0], out, layers or None)
+
+    def states(self, input_ids: Tensor) -> Tensor:
+        """`[B, L, H]` LM-head inputs of whole sequences, padded on the right if at all.
+
+        Unlike `features`, with gradients where these are enabled: for training the model itself.
+        """
+        with self._head_input(last_only=True) as captured:
+            self.model(input_ids=input_ids, use_cache=False)
         return captured[0]
 
     def score(

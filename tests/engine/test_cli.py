@@ -19,6 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import treedec
 from treedec import cli
+from treedec.cli import generate as generate_command
+from treedec.cli import synth as synth_command
+from treedec.cli import train as train_command
 from treedec.models import cache_folder, demo_folder, encode_chat, load_target, pick_device
 from treedec.training import trainer
 from treedec.training.synth import SynthConfig, Synthesizer
@@ -157,7 +160,7 @@ def test_compilation_comes_before_the_clock(run, folder, monkeypatch, sampling):
 
     monkeypatch.setattr(treedec, "Target", make_target)
     monkeypatch.setattr(treedec, "generate", warm_up)
-    monkeypatch.setattr(cli, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(generate_command, "time", SimpleNamespace(perf_counter=clock))
     code, out, _ = run(*command, "--compile")
     assert code == 0
     assert events == [("ngram", 8), "clock", "clock"]
@@ -185,9 +188,20 @@ def test_compilation_comes_before_the_clock(run, folder, monkeypatch, sampling):
         (["synth", "--target", "FOLDER", "--out", "OUT", "--length", "300"], "context of 256"),
         (["synth", "--target", "FOLDER", "--out", "OUT", "--rows", "0"], "rows must be at least 1"),
         (["synth", "--target", "/no/such/model", "--out", "OUT"], "/no/such/model"),
+        (["synth", "--out", "OUT", "--turns", "0"], "turns must be at least 1"),
+        (["synth", "--out", "OUT", "--skip-bad"], "--skip-bad is about --prompts"),
+        (["synth", "--out", "OUT", "--prompts", "a", "--opened", "0"], "--opened is about questions"),
+        (["synth", "--out", "OUT", "--prompts", "/no/such/data"], "/no/such/data: no such file"),
         (["demo", "--drafter", "ngram", "--max-new-tokens", "1"], "--max-new-tokens"),
         (["train", "--target", "FOLDER", "--data", "/no/such/data", "--out", "OUT"], "/no/such/data"),
-        (["train", "--method", "guess", "--data", "OUT", "--out", "OUT"], "--method"),
+        (["train", "--method", "guess", "--data", "OUT", "--out", "OUT"], "method must be one of"),
+        (["train", "--out", "OUT", "--option", "heads"], "--option takes NAME=VALUE"),
+        (["train", "--out", "OUT", "--option", "head=3"], "did you mean 'heads'?"),
+        (["train", "--out", "OUT", "--option", "heads=many"], "options.heads must be a whole number"),
+        (["train", "--out", "OUT", "--config", "/no/such.yaml"], "/no/such.yaml"),
+        (["train", "--out", "OUT", "--skip-bad"], "--skip-bad is about --data"),
+        (["train", "--out", "OUT", "--data", "FOLDER", "--tokens", "9"], "--tokens is for a target that writes"),
+        (["train", "--target", "FOLDER", "--out", "OUT", "--dry-run"], "--dry-run needs --data"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(run, folder, tmp_path, arguments, said):
@@ -202,7 +216,7 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
     def broken(*arguments, **more):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "load", broken)
+    monkeypatch.setattr(generate_command, "load", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["generate", "a"])
 
@@ -211,7 +225,7 @@ def test_interrupt(run, monkeypatch):
     def interrupted(*arguments, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load", interrupted)
+    monkeypatch.setattr(generate_command, "load", interrupted)
     code, out, err = run("generate", "a")
     assert (code, out, err.strip()) == (130, "", "treedec: interrupted")
 
@@ -257,8 +271,61 @@ def test_interrupted_synth_keeps_whole_batches(run, folder, tmp_path, monkeypatc
     assert len(path.read_text().splitlines()) == 3 * 4
 
 
+def test_synth_options_reach_the_settings(run, folder, tmp_path):
+    path = tmp_path / "data.jsonl"
+    command = ["synth", "--target", folder, "--out", path, "--tokens", 500, "--rows", 4, "--length", 64, "--seed", 2]
+    options = ["--opened", 1, "--question-tokens", 40, "--turns", 1, "--answer-tokens", 5, "--json"]
+    code, out, _ = run(*command, *options, "--question-temperature", 0.9)
+    assert code == 0
+    result = json.loads(out.splitlines()[-1])
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    assert result["conversations"] == len(samples)
+    assert result["tokens"] == sum(len(sample["input_ids"]) for sample in samples) >= 500
+    settings = {"length": 64, "rows": 4, "turns": 1, "answer_tokens": 5, "question_tokens": 40, "seed": 2}
+    config = SynthConfig(**settings, opened=1.0, question_temperature=0.9)
+    model, tokenizer = load_target(folder)
+    assert samples[0]["origin"] == Synthesizer(model, tokenizer, config).origin
+
+
+def test_synth_answers_given_prompts(run, folder, tmp_path):
+    source, path = tmp_path / "prompts.jsonl", tmp_path / "data.jsonl"
+    rows = [{"prompt": "abc"}, {"text": "ABC?"}, {"messages": [{"role": "user", "content": "de"}]}, {"prompt": ""}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["synth", "--target", folder, "--prompts", source, "--out", path, "--rows", 2, "--length", 99]
+    code, out, err = run(*command)
+    assert code == 2 and out == "" and f"{source}, line 4: a message of the user has no text" in err
+    code, out, _ = run(*command, "--skip-bad", "--answer-tokens", 8, "--turns", 1)
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [sample["messages"][0]["content"] for sample in samples] == ["abc", "de"]
+    tokens = sum(len(sample["input_ids"]) for sample in samples)
+    assert code == 0 and out == f"{path}: 2 conversations, {tokens} tokens (1 duplicates, 1 broken left out)\n"
+    code, out, _ = run(*command, "--skip-bad", "--answer-tokens", 8, "--turns", 1, "--json")
+    result = json.loads(out)
+    assert result.pop("seconds") >= 0
+    assert result == {
+        "out": str(path), "tokens": tokens, "conversations": 2, "duplicates": 1, "too_long": 0, "broken": 1
+    }  # fmt: skip
+
+
+def test_a_model_without_a_chat_template_is_told_the_way_out(run, folder, tokenizer, tmp_path):
+    place = tmp_path / "bare"
+    place.mkdir()
+    copied(folder, place)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(place)
+    (place / "chat_template.jinja").unlink(missing_ok=True)
+    code, _, err = run("synth", "--target", place, "--out", tmp_path / "data.jsonl")
+    assert code == 2 and "no chat template" in one_line(err) and "--prompts" in err
+    source = tmp_path / "prompts.txt"
+    source.write_text("abc\nde\n")
+    command = ["synth", "--target", place, "--prompts", source, "--out", tmp_path / "data.jsonl", "--length", 64]
+    assert run(*command)[0] == 0
+
+
 def test_answer_temperatures_may_be_repeated_or_separated():
-    assert cli._numbers("--t", ["0,0.5", "1"]) == cli._numbers("--t", ["0", "0.5", "1"]) == (0.0, 0.5, 1.0)
+    for given in (["0,0.5", "1"], ["0", "0.5", "1"]):
+        assert synth_command._numbers("--t", given) == (0.0, 0.5, 1.0)
 
 
 def test_train_makes_heads_that_generate_loads(run, folder, tmp_path):
@@ -272,12 +339,16 @@ def test_train_makes_heads_that_generate_loads(run, folder, tmp_path):
         data,
         "--out",
         out,
-        *["--heads", "2", "--epochs", "1", "--holdout", "0.2"],
+        *["--option", "heads=2", "--epochs", "1", "--holdout", "0.2"],
     ]
+    code, text, err = run(*training, "--dry-run", "--json")
+    assert code == 0 and not out.exists(), err
+    planned = json.loads(text)
     code, text, err = run(*training, "--json")
     assert code == 0, err
     result = json.loads(text.splitlines()[-1])
     assert result["out"] == str(out / "heads") and len(result["top1"]) == 2
+    assert {name: result[name] for name in ("steps", "positions", "parameters")}.items() <= planned.items()
     code, text, err = run("generate", "abc", "--target", folder, "--drafter", out / "heads", "--json")
     assert code == 0, err
     assert json.loads(text)["method"] == "medusa"
@@ -286,28 +357,66 @@ def test_train_makes_heads_that_generate_loads(run, folder, tmp_path):
     assert run(*training, "--overwrite")[0] == 0
 
 
+def test_one_command_makes_data_and_heads_and_goes_on(run, folder, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setattr(train_command, "_OWN_LENGTH", 96)  # the context of the tiny model is short
+    training = ["train", "--target", folder, "--out", out, "--tokens", 20_000, "--option", "heads=2", "--epochs", 1]
+
+    def stops(*arguments, **more):
+        raise trainer.TrainingInterrupted("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train", stops)
+        assert run(*training)[0] == 130
+    data = (out / "data.jsonl").read_bytes()
+    code, text, err = run(*training)
+    assert code == 0, err
+    assert "mean accepted length" in text and (out / "data.jsonl").read_bytes() == data
+    assert run("generate", "abc", "--target", folder, "--drafter", out / "heads")[0] == 0
+
+
+def test_a_yaml_file_configures_a_run_and_options_count_instead(run, folder, tmp_path, monkeypatch):
+    taken = []
+
+    def trains(model, tokenizer, corpus, out, config, **more):
+        taken.append(config)
+        raise trainer.TrainingInterrupted("enough")
+
+    monkeypatch.setattr(trainer, "train", trains)
+    data, file = tmp_path / "data.jsonl", tmp_path / "run.yaml"
+    data.write_text(json.dumps({"input_ids": [1, 2, 3, 4, 5], "responses": [[1, 5]]}) + "\n")
+    file.write_text("method: medusa\nepochs: 7\nlearning_rate: 2e-3\noptions: {heads: 3, blocks: 2}\n")
+    code, _, err = run(
+        *["train", "--target", folder, "--data", data, "--out", tmp_path / "run", "--config", file],
+        *["--epochs", 2, "--option", "heads=5", "--labels", "hard"],
+    )
+    assert code == 130, err
+    expected = TrainConfig(epochs=2, learning_rate=2e-3, labels="hard", options={"heads": 5, "blocks": 2})
+    assert taken == [expected]
+
+
 def test_interrupted_training_says_what_was_kept(run, folder, tmp_path, monkeypatch):
     def interrupted(*arguments, **more):
         raise trainer.TrainingInterrupted("stopped after step 3; run the same again to go on")
 
     monkeypatch.setattr(trainer, "train", interrupted)
-    (tmp_path / "data.jsonl").touch()
+    (tmp_path / "data.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3], "responses": [[0, 3]]}) + "\n")
     code, _, err = run("train", "--target", folder, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "run")
     assert (code, err) == (130, "treedec: stopped after step 3; run the same again to go on\n")
 
 
 def test_training_settings_are_checked_before_the_model_is_loaded(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "load", lambda *arguments: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(train_command, "load", lambda *arguments: pytest.fail("the model was loaded"))
     (tmp_path / "data.jsonl").touch()
-    code, _, err = run("train", "--data", tmp_path / "data.jsonl", "--out", tmp_path / "run", "--heads", 0)
-    assert code == 2 and "heads must be at least 1" in one_line(err)
+    code, _, err = run("train", "--data", tmp_path / "data.jsonl", "--out", tmp_path / "run", "--epochs", 0)
+    assert code == 2 and "epochs must be at least 1" in one_line(err)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_incremental_text_never_shows_half_a_character(tokenizer, size):
     written = "naïve – 漢字 🙂 ok"
     ids = tokenizer.encode(written)
-    text = cli.IncrementalText(tokenizer)
+    text = generate_command.IncrementalText(tokenizer)
     pieces = [text.push(ids[i : i + size]) for i in range(0, len(ids), size)]
     assert "".join([*pieces, text.finish()]) == text.text == written
     assert not any("\ufffd" in piece for piece in pieces)
@@ -315,7 +424,7 @@ def test_incremental_text_never_shows_half_a_character(tokenizer, size):
 
 def test_incremental_text_keeps_what_will_never_be_a_character(tokenizer):
     cut = tokenizer.encode("a 漢")[:-1]
-    text = cli.IncrementalText(tokenizer)
+    text = generate_command.IncrementalText(tokenizer)
     assert text.push(cut) == ""
     text.finish()
     assert text.text == tokenizer.decode(cut)
@@ -323,7 +432,7 @@ def test_incremental_text_keeps_what_will_never_be_a_character(tokenizer):
 
 def test_defaults_are_those_of_the_configs():
     """The command line repeats them, so as not to import torch for its help."""
-    for command, config in ((cli.synth, SynthConfig()), (cli.train, TrainConfig())):
+    for command, config in ((synth_command.synth, SynthConfig()), (train_command.train, TrainConfig())):
         for name, parameter in inspect.signature(command).parameters.items():
             if hasattr(config, name) and parameter.default is not None:
                 default = parameter.default

@@ -124,6 +124,31 @@ def test_features_are_the_hidden_states_of_the_passes(architecture):
     torch.testing.assert_close(features[:, 4:5], prefilled(target, CONTEXT[:, :5])[1].hidden, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("layers", [(1,), (2, 0), (-1, 1)])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "falcon"])
+def test_features_of_layers_lie_side_by_side(architecture, layers):
+    model = tiny_model(architecture)
+    target = Target(model)
+    hidden, features = target.features(CONTEXT, layers=layers)
+    assert torch.equal(hidden, target.features(CONTEXT))
+    with torch.no_grad():
+        states = model(input_ids=CONTEXT, output_hidden_states=True, use_cache=False).hidden_states
+    assert torch.equal(features, torch.cat([states[layer] for layer in layers], dim=-1))
+
+
+def test_features_of_no_layers():
+    target = Target(tiny_model())
+    hidden, features = target.features(CONTEXT, layers=())
+    assert features is None and torch.equal(hidden, target.features(CONTEXT))
+
+
+def test_features_of_layers_that_have_several_states_per_token_are_refused():
+    target = Target(tiny_model("gemma3n_text"))
+    assert target.features(CONTEXT).shape == (1, 13, target.hidden_size)
+    with pytest.raises(UnsupportedModel, match="which this model has several of per token"):
+        target.features(CONTEXT, layers=(1,))
+
+
 def test_a17_hooks_are_gone_after_every_pass_and_after_a_failed_one():
     model = fresh_model()
     target = Target(model)

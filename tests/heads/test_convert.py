@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from treedec import cli
+from treedec.cli.heads import Format
 from treedec.heads.checkpoint import save_heads
 from treedec.heads.formats import WRITERS, read, write
 from treedec.heads.medusa import MedusaConfig, MedusaHeads
@@ -65,7 +66,7 @@ def files(folder):
 
 
 def test_the_command_line_offers_what_can_be_written():
-    assert [str(name) for name in cli.Format] == list(WRITERS)
+    assert [str(name) for name in Format] == list(WRITERS)
 
 
 def test_convert_there_and_back(run, tmp_path, medusa):

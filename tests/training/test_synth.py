@@ -7,48 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from letters import BEGIN, END, LETTERS, OTHER, QUIET, TEMPLATE, letters, tiny_model
 
-from treedec.training.synth import SynthConfig, Synthesizer, TurnTemplate, read_samples, synthesize
+from treedec.training.synth import SynthConfig, Synthesizer, TurnTemplate, synthesize
+from treedec.training.synth_file import Written
 
-QUIET = Console(quiet=True)
-LETTERS = "abcdefgu"
-BEGIN, END, OTHER = range(3)  # <s>, </s>, and <x>: a special token without a role, as chat models have many
-PADDING = 3  # rows of the LM head beyond the tokenizer's vocabulary
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role[0] }}{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>a{% endif %}"
-)
 SMALL = SynthConfig(tokens=3 * 4 * 64, length=64, rows=4, answer_tokens=7, answer_temperatures=(0.0, 0.9), seed=3)
-
-
-def letters(template=TEMPLATE):
-    """A tokenizer with a token per letter, so that decoding and encoding lose nothing."""
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<x>", *LETTERS])}
-    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<x>", special=True)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def tiny_model(seed=0, dtype=torch.float64):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=3 + len(LETTERS) + PADDING, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, bos_token_id=BEGIN, eos_token_id=END,
-        pad_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.3)
-    return model.to(dtype)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +35,7 @@ def conversations(model, tokenizer):
 def written(model, tokenizer, tmp_path_factory):
     """The bytes of a whole file."""
     path = tmp_path_factory.mktemp("written") / "data.jsonl"
-    assert synthesize(model, tokenizer, path, SMALL, console=QUIET) == SMALL.tokens
+    assert synthesize(model, tokenizer, path, SMALL, console=QUIET) == Written(SMALL.tokens, 12)
     return path.read_bytes()
 
 
@@ -120,7 +84,7 @@ def test_turns_are_not_empty_and_hold_no_special_token(conversations, tokenizer)
 def test_without_the_ban_there_would_be_special_tokens(model, tokenizer):
     """The control of the test above."""
     writer = Synthesizer(model, tokenizer, SMALL)
-    writer._never_question = writer._never_answer = []
+    writer.banned = []
     tokens = {token for sample in writer.batch(0) for token in sample["input_ids"]}
     assert OTHER in tokens and max(tokens) >= len(tokenizer)
 
@@ -197,6 +161,7 @@ def test_a_template_that_cannot_be_used_is_refused(model, name):
 def test_every_line_says_what_it_was_made_with(written, conversations):
     lines = [json.loads(line) for line in written.splitlines()]
     origins = {line.pop("origin") for line in lines}
+    assert [line.pop("batch") for line in lines] == [[k, place, 4] for k in range(3) for place in range(4)]
     assert lines == conversations and len(origins) == 1
     assert len(int(origins.pop(), 16).to_bytes(8)) == 8
 
@@ -215,6 +180,10 @@ CHANGES = {
     "length": {"length": 63},
     "rows": {"rows": 2},
     "answer_tokens": {"answer_tokens": 8},
+    "question_tokens": {"question_tokens": 8},
+    "turns": {"turns": 2},
+    "opened": {"opened": 0.5},
+    "openings": {"openings": ("a",)},
     "question_temperature": {"question_temperature": 0.5},
     "answer_temperatures": {"answer_temperatures": (0.9, 0.0)},
     "seed": {"seed": 4},
@@ -292,7 +261,7 @@ def _places(whole):
 def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(model, tokenizer, tmp_path, written, place):
     path = tmp_path / "data.jsonl"
     path.write_bytes(written[: _places(written)[place]])
-    assert synthesize(model, tokenizer, path, SMALL, console=QUIET) == SMALL.tokens
+    assert synthesize(model, tokenizer, path, SMALL, console=QUIET) == Written(SMALL.tokens, 12)
     assert path.read_bytes() == written
 
 
@@ -301,53 +270,95 @@ def test_more_tokens_continue_the_file_and_fewer_keep_it(model, tokenizer, tmp_p
     synthesize(model, tokenizer, path, replace(SMALL, tokens=1), console=QUIET)
     assert written.startswith(path.read_bytes()) and path.read_bytes().count(b"\n") == SMALL.rows
     synthesize(model, tokenizer, path, SMALL, console=QUIET)
-    assert synthesize(model, tokenizer, path, replace(SMALL, tokens=1), console=QUIET) == SMALL.tokens
+    assert synthesize(model, tokenizer, path, replace(SMALL, tokens=1), console=QUIET).tokens == SMALL.tokens
     assert path.read_bytes() == written
 
 
-def test_read_samples_gives_what_was_written(tmp_path, written, conversations):
+WORDS = ("abc", "gfedcb", "u")
+
+
+@pytest.mark.parametrize(("opened", "least", "most"), [(0.0, 0, 0), (0.5, 20, 44), (1.0, 64, 64)])
+def test_a_share_of_the_questions_begins_with_given_words(model, tokenizer, opened, least, most):
+    config = replace(SMALL, length=24, rows=64, openings=WORDS, opened=opened)
+    writer = Synthesizer(model, tokenizer, config)
+    words = writer._first_words(torch.Generator().manual_seed(1))
+    assert least <= sum(bool(given) for given in words) <= most
+    assert {tokenizer.decode(given) for given in words if given} == (set(WORDS) if opened else set())
+    untold = replace(config, opened=0.0)
+    assert (writer.batch(0) == Synthesizer(model, tokenizer, untold).batch(0)) == (opened == 0)
+
+
+def test_given_words_are_how_the_question_begins(model, tokenizer):
+    config = replace(SMALL, rows=64, openings=WORDS[1:2], opened=1.0)
+    samples = Synthesizer(model, tokenizer, config).batch(0)
+    assert all(sample["messages"][0]["content"].startswith(WORDS[1]) for sample in samples)
+    assert len({sample["messages"][0]["content"] for sample in samples}) > 32, "the rest is the model's"
+    begun = tokenizer.encode("<s>u" + WORDS[1])
+    assert all(sample["input_ids"][: len(begun)] == begun for sample in samples)
+    later = [message["content"] for sample in samples for message in sample["messages"][2::2]]
+    assert later and not all(question.startswith(WORDS[1]) for question in later)
+
+
+def test_other_seeds_and_batches_give_other_words(model, tokenizer):
+    def words(seed, index):
+        config = replace(SMALL, length=8, rows=32, openings=tuple(LETTERS), opened=1.0, seed=seed)
+        return [sample["messages"][0]["content"][0] for sample in Synthesizer(model, tokenizer, config).batch(index)]
+
+    assert words(1, 0) == words(1, 0)
+    assert words(1, 0) != words(1, 1) != words(2, 1)
+
+
+@pytest.mark.parametrize("question_tokens", [1, 3, 5])
+def test_questions_are_cut_and_ended(model, tokenizer, question_tokens):
+    config = replace(SMALL, question_tokens=question_tokens, openings=("abcd",), opened=0.5)
+    lengths = []
+    for sample in Synthesizer(model, tokenizer, config).batch(0):
+        for message in sample["messages"][::2]:
+            lengths.append(len(message["content"]))
+        first = sample["messages"][0]["content"]
+        assert sample["input_ids"][2 + len(first)] == END
+    assert max(lengths) == question_tokens
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_conversations_end_after_some_answers_and_others_take_their_place(model, tokenizer, turns):
+    config = replace(SMALL, turns=turns, question_tokens=9)
+    samples = Synthesizer(model, tokenizer, config).batch(0)
+    assert len(samples) == config.conversations > config.rows
+    ended = [sample for sample in samples if len(sample["input_ids"]) < config.length]
+    assert ended
+    for sample in ended:
+        assert [message["role"] for message in sample["messages"]] == ["user", "assistant"] * turns
+        rendered = tokenizer.apply_chat_template(sample["messages"], tokenize=False)
+        assert sample["input_ids"] == tokenizer.encode(rendered)
+        assert len(sample["responses"]) == turns and sample["responses"][-1][1] == len(sample["input_ids"])
+
+
+def test_no_question_is_written_twice(model, tokenizer, tmp_path):
+    config = replace(SMALL, tokens=1400, length=24, rows=16, openings=("A", "a", "b"), opened=1.0, question_tokens=3)
     path = tmp_path / "data.jsonl"
-    path.write_bytes(written)
-    assert [{k: v for k, v in sample.items() if k != "origin"} for sample in read_samples(path)] == conversations
+    report = synthesize(model, tokenizer, path, config, console=QUIET)
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    questions = [sample["messages"][0]["content"] for sample in samples]
+    assert len(set(questions)) == len(questions) == report.conversations
+    writer, batches = Synthesizer(model, tokenizer, config), samples[-1]["batch"][0] + 1
+    everything = [sample["messages"][0]["content"] for index in range(batches) for sample in writer.batch(index)]
+    assert list(dict.fromkeys(everything)) == questions
+    assert report.duplicates == len(everything) - len(questions) > 10
+    last = samples[-1]["batch"][2]
+    assert report.tokens == sum(len(sample["input_ids"]) for sample in samples)
+    assert report.tokens - 24 * last < config.tokens <= report.tokens, "goes on until there are enough, and no further"
+
+    whole = path.read_bytes()
+    for cut in (0, len(whole) // 3, len(whole) * 4 // 5, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        assert synthesize(model, tokenizer, path, config, console=QUIET) == report
+        assert path.read_bytes() == whole
 
 
-def _line(input_ids, responses):
-    return json.dumps({"input_ids": input_ids, "responses": responses}).encode()
-
-
-IDS = [5, 6, 7, 8, 9]
-MALFORMED = {
-    "not JSON": (b"{", "not a conversation"),
-    "not UTF-8": (b'{"input_ids": [1], "responses": [], "text": "\xe4"}', "not a conversation"),
-    "empty": (b"", "not a conversation"),
-    "a list": (b"[]", "not a conversation"),
-    "a string": (b'"input_ids responses"', "not a conversation"),
-    "no tokens": (b'{"responses": []}', "not a conversation.*input_ids"),
-    "no responses": (b'{"input_ids": [1]}', "not a conversation.*responses"),
-    "tokens are text": (_line("abc", []), "input_ids must be a list"),
-    "tokens are fractions": (_line([1, 2.0], []), "input_ids must be a list"),
-    "tokens are nested": (_line([IDS], []), "input_ids must be a list"),
-    "tokens are truths": (_line([1, True], []), "input_ids must be a list"),
-    "no tokens at all": (_line(None, []), "input_ids must be a list"),
-    "one flat response": (_line(IDS, [1, 3]), r"responses must be a list of \[start, end\] pairs"),
-    "responses are a dict": (_line(IDS, {}), "responses must be a list"),
-    "a triple": (_line(IDS, [[1, 2, 3]]), "responses must be a list"),
-    "fractions": (_line(IDS, [[1, 2.5]]), "responses must be a list"),
-    "null": (_line(IDS, [[1, None]]), "responses must be a list"),
-    "below zero": (_line(IDS, [[-1, 3]]), r"\[-1, 3\) does not lie within its 5 tokens"),
-    "beyond the end": (_line(IDS, [[0, 2], [3, 6]]), r"\[3, 6\) does not lie within its 5 tokens"),
-    "backwards": (_line(IDS, [[3, 1]]), r"\[3, 1\) does not lie within"),
-    "overlapping": (_line(IDS, [[0, 3], [2, 5]]), r"\[2, 5\) begins before the one"),
-    "not in order": (_line(IDS, [[3, 5], [0, 2]]), r"\[0, 2\) begins before the one"),
-}
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_line_is_named(tmp_path, name):
-    line, message = MALFORMED[name]
+def test_a_model_that_repeats_itself_only_is_told_of(model, tokenizer, tmp_path):
+    config = replace(SMALL, tokens=100_000, length=8, opened=0.0, question_temperature=0.0)
     path = tmp_path / "data.jsonl"
-    path.write_bytes(_line(IDS, [[0, 2], [2, 5]]) + b"\n" + line + b"\n")
-    samples = read_samples(path)
-    assert next(samples)["responses"] == [[0, 2], [2, 5]]
-    with pytest.raises(ValueError, match=rf"data\.jsonl, line 2: .*{message}"):
-        next(samples)
+    with pytest.raises(ValueError, match=r"the last 80 questions have all been asked before.*content with 8 tokens"):
+        synthesize(model, tokenizer, path, config, console=QUIET)
+    assert len(path.read_text().splitlines()) == 1

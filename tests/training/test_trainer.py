@@ -1,151 +1,78 @@
-"""Training as a whole: heads learn their offsets, runs resume exactly (A23), the target stays what it was (A21)."""
+"""Training as a whole: heads learn their offsets, and the target stays what it was (A21)."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
 from dataclasses import replace
-from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
-from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from training_runs import (
+    HIDDEN,
+    QUIET,
+    config_of,
+    contents,
+    corpus_of,
+    counting_model,
+    random_samples,
+    state_of,
+    tiny_model,
+)
 
 from treedec.heads.checkpoint import load_heads
 from treedec.target import Target
-from treedec.training import trainer
-from treedec.training.features import capture_features, draft_vocabulary
-from treedec.training.losses import DraftHead, HeadLosses, draft_logits
-from treedec.training.trainer import (
-    TrainConfig,
-    TrainingDiverged,
-    TrainingInterrupted,
-    learning_rate,
-    train,
-)
+from treedec.training import processes
+from treedec.training.contracts import Learner, Losses
+from treedec.training.evaluation import Evaluator
+from treedec.training.learners import LEARNERS, LearnerType
+from treedec.training.losses import DraftHead, draft_logits
+from treedec.training.packs import pack, supervised_counts
+from treedec.training.plan import plan, render
+from treedec.training.trainer import train
 
-QUIET = Console(quiet=True)
-VOCAB, HIDDEN = 97, 32
-SMALL = TrainConfig(
-    heads=3, draft_vocab_size=60, epochs=2, batch_positions=64, holdout=0.2, log_every=2, checkpoint_every=3
-)
+DATA = corpus_of(random_samples())
+#: Cycles of 23 tokens, two responses each.
+COUNTING = corpus_of([([(start + i) % 23 for i in range(30)], [(5, 18), (20, 30)]) for start in range(46)])
+HEADS = [method for method in LEARNERS if method not in ("medusa2", "draft-model")]
 
 
-def tiny_model(vocab=VOCAB, **changes):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        eos_token_id=None,
-        **changes,
-    )
-    return LlamaForCausalLM(config).eval()
+def metrics_of(out):
+    return json.loads((out / "metrics.json").read_text())
 
 
-def counting_model(vocab=23):
-    """A target that continues `x` with `x + 1`: one-hot embeddings pass untouched to a shifted LM head."""
-    model = tiny_model(vocab)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(vocab, HIDDEN))
-        model.lm_head.weight.copy_(torch.eye(vocab, HIDDEN).roll(1, 0))
-    return model
+@pytest.mark.parametrize("method", HEADS)
+def test_every_method_learns_its_own_offsets(tmp_path, method):
+    rate = 0.05 if method == "medusa" else 0.02
+    config = config_of(method=method, draft_vocab_size=23, epochs=12, pack_tokens=256, learning_rate=rate)
+    measured = train(counting_model(), None, COUNTING, tmp_path / "out", config, console=QUIET)
+    depths = len(measured["accuracy"])
+    assert measured["accuracy"] == measured["top1"] == [1.0] * depths
+    # The target would write these texts itself, so all runs are greedy; each pass but the last accepts all depths.
+    assert measured["greedy_runs"] == measured["runs"] == 18
+    tokens, passes = 9 * (12 + 9), 9 * (-(-12 // (depths + 1)) + -(-9 // (depths + 1)))
+    assert measured["accepted_length"] == measured["accepted_length_greedy"] == tokens / passes
+    history = metrics_of(tmp_path / "out")["history"]
+    assert history[-1]["loss"] < history[0]["loss"] / 3
 
 
-def write(path, samples):
-    path.write_text("".join(json.dumps(one) + "\n" for one in samples))
-    return path
-
-
-def random_samples(count=20, seed=0, vocab=VOCAB):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {"input_ids": torch.randint(vocab, (24,), generator=generator).tolist(), "responses": [[4, 12], [15, 24]]}
-        for _ in range(count)
-    ]
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write(tmp_path / "data.jsonl", random_samples())
-
-
-def state_of(out):
-    return torch.load(out / "state.pt", weights_only=True)
-
-
-def assert_same(a, b, path="state"):
-    """Bitwise equality of nested checkpoints."""
-    assert type(a) is type(b), path
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b), path
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), path
-        for key in a:
-            assert_same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), path
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{path}[{i}]")
-    else:
-        assert a == b, path
-
-
-def at_training_step(monkeypatch, step, act):
-    """Call `act(losses)`, which returns losses, in the middle of a training step (not of an evaluation)."""
-    original, seen = trainer.medusa_loss, []
-
-    def wrapped(states, *arguments):
-        losses = original(states, *arguments)
-        if states.requires_grad:
-            seen.append(1)
-            if len(seen) == step:
-                return act(losses)
-        return losses
-
-    monkeypatch.setattr(trainer, "medusa_loss", wrapped)
-
-
-def ctrl_c(losses):
-    os.kill(os.getpid(), signal.SIGINT)
-    return losses
-
-
-def test_each_head_learns_its_own_offset(tmp_path):
+def test_what_was_learnt_is_what_is_written(tmp_path):
     model = counting_model()
-    samples = [
-        {"input_ids": [(start + i) % 23 for i in range(30)], "responses": [[5, 18], [20, 30]]}
-        for start in range(0, 46, 1)
-    ]
-    config = replace(SMALL, draft_vocab_size=23, epochs=12, batch_positions=256, learning_rate=0.05)
-    metrics = train(model, None, write(tmp_path / "data.jsonl", samples), tmp_path / "out", config, console=QUIET)
-    assert metrics["top1"] == [1.0, 1.0, 1.0]
+    config = config_of(draft_vocab_size=23, epochs=12, pack_tokens=256, learning_rate=0.05)
+    train(model, None, COUNTING, tmp_path / "out", config, console=QUIET)
     heads = load_heads(tmp_path / "out" / "heads", model)
     hidden = Target(model).features(torch.arange(23)[None])[0]
     scores = draft_logits(heads(hidden), DraftHead.of(model, heads.draft_ids))
     for k in range(3):
         assert heads.draft_ids[scores[k].argmax(-1)].tolist() == [(x + 2 + k) % 23 for x in range(23)]
-    history = json.loads((tmp_path / "out" / "metrics.json").read_text())["history"]
-    assert history[0]["accuracy"][0] < 0.9 < history[-1]["accuracy"][0] and history[-1]["loss"] < history[0]["loss"] / 3
 
 
 def test_the_first_boundary_is_learnt_and_the_prompt_is_not(tmp_path):
     """Token 0 opens every answer and occurs nowhere else: only the last prompt token can teach what follows it."""
     model = counting_model()
-    samples = [
-        {"input_ids": [7 + i % 3, 9, 0, 1, 2, 3, 4, 5, 6, 12 + i % 5, 20, 21], "responses": [[2, 9]]} for i in range(24)
-    ]
-    config = replace(SMALL, draft_vocab_size=23, epochs=60, learning_rate=0.05, batch_positions=512)
-    train(model, None, write(tmp_path / "data.jsonl", samples), tmp_path / "out", config, console=QUIET)
+    texts = [[7 + i % 3, 9, 0, 1, 2, 3, 4, 5, 6, 12 + i % 5, 20, 21] for i in range(24)]
+    config = config_of(draft_vocab_size=23, epochs=60, learning_rate=0.05, pack_tokens=512)
+    train(model, None, corpus_of([(text, [(2, 9)]) for text in texts]), tmp_path / "out", config, console=QUIET)
     heads = load_heads(tmp_path / "out" / "heads", model)
     vector = Target(model).features(torch.arange(23)[None])[0]
     scores = draft_logits(heads(vector), DraftHead.of(model, heads.draft_ids)).argmax(-1)
@@ -156,374 +83,300 @@ def test_the_first_boundary_is_learnt_and_the_prompt_is_not(tmp_path):
     assert float(weight[:, outside].max()) == 0 < float(weight[:, 9].min())
 
 
-def test_every_head_is_trained_and_the_target_is_not(tmp_path, data):
+def hooks_of(module):
+    return len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
+@pytest.mark.parametrize("method", LEARNERS)
+def test_everything_is_trained_and_the_target_is_not(tmp_path, method, monkeypatch):
     model = tiny_model()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    train(model, None, data, tmp_path / "out", SMALL, console=QUIET)
-    heads = state_of(tmp_path / "out")["heads"]
-    assert (heads["weight"].flatten(1).abs().sum(1) > 0).all() and (heads["bias"].flatten(1).abs().sum(1) > 0).all()
-    assert heads["weight"].dtype == torch.float32
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key]), key
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
-    assert not model.lm_head._forward_pre_hooks
+    model.lm_head.weight.requires_grad_(False)
+    # At the first such call, transformers notes in the model how it collects hidden states.
+    model(torch.tensor([[1, 2]]), output_hidden_states=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    flags = {name: one.requires_grad for name, one in model.named_parameters()}
+    stored = {name: (set(vars(module)), hooks_of(module)) for name, module in model.named_modules()}
+    begun = {}
+    build = LEARNERS[method].build
+
+    def remembering(*arguments, **named):
+        learner = build(*arguments, **named)
+        begun.update({name: one.detach().clone() for name, one in learner.named_parameters() if one.requires_grad})
+        return learner
+
+    monkeypatch.setattr(
+        "treedec.training.learners.LEARNERS", {method: LearnerType(LEARNERS[method].options, remembering)}
+    )
+    options = {"draft-model": {"layers": 1}}.get(method, {})  # a copy of all layers has nothing to learn
+    config = config_of(method=method, options=options, weight_decay=0.0)
+    train(model, None, DATA, tmp_path / "out", config, console=QUIET)
+    weights = state_of(tmp_path / "out")["weights"]
+    assert weights.keys() == begun.keys() and len(weights) > 0
+    for name, value in weights.items():
+        assert value.dtype == torch.float32 and not torch.equal(value, begun[name]), name
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {name: one.requires_grad for name, one in model.named_parameters()} == flags
+    assert all(one.grad is None for one in model.parameters()) and not model.training
+    assert {name: (set(vars(module)), hooks_of(module)) for name, module in model.named_modules()} == stored
 
 
-def test_a_bfloat16_target_gets_float32_masters(tmp_path, data):
-    metrics = train(tiny_model().to(torch.bfloat16), None, data, tmp_path / "out", SMALL, console=QUIET)
-    state = state_of(tmp_path / "out")
-    assert state["heads"]["weight"].dtype == torch.float32
-    assert not torch.equal(state["heads"]["weight"], state["heads"]["weight"].bfloat16().float())
-    assert metrics["mean_kl"] < 10
+def test_a_bfloat16_target_gets_float32_masters(tmp_path):
+    measured = train(tiny_model().to(torch.bfloat16), None, DATA, tmp_path / "out", config_of(), console=QUIET)
+    (weight, *_) = state_of(tmp_path / "out")["weights"].values()
+    assert weight.dtype == torch.float32 and not torch.equal(weight, weight.bfloat16().float())
+    assert measured["mean_loss"] < 10
 
 
-@pytest.mark.parametrize(("dtype", "reduced"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, False)])
-def test_only_for_bfloat16_targets_are_the_heads_products_in_16_bits(tmp_path, data, dtype, reduced):
-    model = tiny_model().to(dtype)
-    features = capture_features(model, data, tmp_path / "features", console=QUIET)
-    run = trainer.Run(model, None, features, SMALL, tmp_path / "state.pt")
-    with torch.no_grad():
-        run.heads.weight.normal_(std=0.3)
-        states, exact = run._states(features.hidden), run.heads(features.hidden.float())
-    assert states.dtype == torch.float32 and torch.equal(states, exact) is not reduced
-    torch.testing.assert_close(states, exact, rtol=5e-2, atol=5e-2)
+@pytest.mark.parametrize("precision", ["auto", "fp16", "bf16"])
+def test_a_float16_target_can_be_trained_for(tmp_path, precision):
+    config = config_of(precision=precision, epochs=1)
+    measured = train(tiny_model().to(torch.float16), None, DATA, tmp_path / "out", config, console=QUIET)
+    weights = state_of(tmp_path / "out")["weights"].values()
+    assert all(one.isfinite().all() and one.abs().sum() > 0 for one in weights) and measured["mean_loss"] < 10
 
 
-def test_a_float16_target_can_be_trained_for(tmp_path, data):
-    metrics = train(tiny_model().to(torch.float16), None, data, tmp_path / "out", SMALL, console=QUIET)
-    weight = state_of(tmp_path / "out")["heads"]["weight"]
-    assert weight.isfinite().all() and (weight.flatten(1).abs().sum(1) > 0).all() and metrics["mean_kl"] < 10
-
-
-def test_what_is_measured(tmp_path, data):
+def test_what_is_measured(tmp_path):
     """Untrained heads repeat the target's next token: agreement and divergence are then known from its states alone."""
     model = tiny_model()
-    config = replace(SMALL, learning_rate=1e-30, epochs=1)
-    metrics = train(model, None, data, tmp_path / "out", config, console=QUIET)
+    config = config_of(learning_rate=1e-30, epochs=1, eval_nodes=1)
+    measured = train(model, None, DATA, tmp_path / "out", config, console=QUIET)
     heads = load_heads(tmp_path / "out" / "heads", model)
     assert heads.weight.abs().max() < 1e-20
-    right, top, kl, count, covered, responses = [0] * 3, [0] * 3, [0.0] * 3, [0] * 3, 0, 0
-    for one in random_samples()[-4:]:  # the last fifth
+    ids = heads.draft_ids.tolist()
+    hits, top, loss, count, covered, responses = [0] * 3, [0] * 3, [0.0] * 3, [0] * 3, 0, 0
+    for text, spans in random_samples()[-4:]:  # the last fifth
         with torch.no_grad():
-            hidden = model.model(torch.tensor([one["input_ids"]])).last_hidden_state[0]
-            logits = model.lm_head(hidden)
-        drafts = logits[:, heads.draft_ids].log_softmax(-1)
-        for start, end in one["responses"]:
-            covered += sum(token in heads.draft_ids.tolist() for token in one["input_ids"][start:end])
+            drafts = model(torch.tensor([text])).logits[0][:, heads.draft_ids].log_softmax(-1)
+        for start, end in spans:
+            covered += sum(token in ids for token in text[start:end])
             responses += end - start
             for k in range(3):
-                for label in range(start + 1, end):
-                    read = label - 2 - k
-                    if read >= start - 1:
-                        greedy = int(logits[label - 1].argmax())
-                        best = heads.draft_ids[drafts[read].argsort(descending=True)[:5]].tolist()
-                        right[k] += best[0] == greedy
-                        top[k] += greedy in best
-                        kl[k] += float((drafts[label - 1].exp() * (drafts[label - 1] - drafts[read])).sum())
-                        count[k] += 1
-    assert metrics["counts"] == count
-    assert metrics["top1"] == pytest.approx([a / n for a, n in zip(right, count, strict=True)])
-    assert metrics["top5"] == pytest.approx([a / n for a, n in zip(top, count, strict=True)]) and sum(top) > 0
-    assert metrics["kl"] == pytest.approx([a / n for a, n in zip(kl, count, strict=True)], rel=1e-4)
-    assert metrics["coverage"] == pytest.approx(covered / responses) and 0 < metrics["coverage"] < 1
-    assert metrics["heldout_positions"] == responses and metrics["positions"] == 16 * 17
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["final"] == metrics
+                for read in range(start - 1, end - 1 - k - 1):
+                    teacher = read + 1 + k
+                    hits[k] += int(drafts[read].argmax() == drafts[teacher].argmax())
+                    best = heads.draft_ids[drafts[read].argsort(descending=True)[:4]].tolist()
+                    top[k] += text[read + 2 + k] in best
+                    loss[k] += float((drafts[teacher].exp() * (drafts[teacher] - drafts[read])).sum())
+                    count[k] += 1
+    assert measured["counts"] == count
+    assert measured["accuracy"] == pytest.approx([a / n for a, n in zip(hits, count, strict=True)])
+    assert measured["top4"] == pytest.approx([a / n for a, n in zip(top, count, strict=True)]) and sum(top) > 0
+    assert measured["loss"] == pytest.approx([a / n for a, n in zip(loss, count, strict=True)], rel=1e-4)
+    assert measured["mean_loss"] == pytest.approx(sum(loss) / sum(count), rel=1e-4)
+    assert measured["coverage"] == pytest.approx(covered / responses) and 0 < measured["coverage"] < 1
+    assert measured["heldout_positions"] == count[0] and measured["accepted_length"] == 1.0
+    assert measured["accepted_length_greedy"] is None and measured["runs"] == 8
+    assert metrics_of(tmp_path / "out")["final"] == measured
 
 
-def test_masked_and_short_samples_are_counted_and_change_nothing(tmp_path, data):
-    plain = train(tiny_model(), None, data, tmp_path / "plain", SMALL, console=QUIET)
+def test_more_nodes_accept_more(tmp_path):
+    lengths = []
+    for nodes in (1, 4, 16):
+        config = config_of(epochs=1, eval_nodes=nodes)
+        measured = train(tiny_model(), None, DATA, tmp_path / str(nodes), config, console=QUIET)
+        lengths.append(measured["accepted_length"])
+    assert lengths[0] == 1.0 < lengths[1] < lengths[2]
+
+
+def test_masked_and_short_samples_are_counted_and_change_nothing(tmp_path):
+    plain = train(tiny_model(), None, DATA, tmp_path / "plain", config_of(), console=QUIET)
     samples = random_samples()
-    masked = {"input_ids": list(range(24)), "responses": []}
-    short = {"input_ids": [1, 2, 3], "responses": [[0, 3]]}  # heads + 1 = 4 tokens at least
-    mixed = write(tmp_path / "mixed.jsonl", [masked, *samples[:5], short, *samples[5:], masked])
-    metrics = train(tiny_model(), None, mixed, tmp_path / "mixed", SMALL, console=QUIET)
-    assert plain["skipped_conversations"] == 0 and metrics["skipped_conversations"] == 3
-    assert metrics["mean_kl"] == pytest.approx(plain["mean_kl"], rel=1e-5)
-    assert metrics["positions"] == plain["positions"] and metrics["counts"] == plain["counts"]
+    masked, short = (list(range(24)), []), ([1, 2, 3], [(1, 2)])
+    mixed = corpus_of([*samples, masked, short, masked], skipped=2)
+    measured = train(tiny_model(), None, mixed, tmp_path / "mixed", config_of(), console=QUIET)
+    assert (plain["idle_conversations"], plain["skipped_samples"]) == (0, 0)
+    assert {**plain, "idle_conversations": 3, "skipped_samples": 2} == measured
 
 
-@pytest.mark.parametrize("stop", [1, 5, 7])
-def test_resuming_after_ctrl_c_is_not_to_have_stopped(tmp_path, data, monkeypatch, stop):
-    straight = train(tiny_model(), None, data, tmp_path / "straight", SMALL, console=QUIET)
-    whole = state_of(tmp_path / "straight")
-    assert whole["place"]["step"] == 10 and stop not in (3, 6, 9), "stop elsewhere than at a checkpoint"
-    with monkeypatch.context() as patch:
-        at_training_step(patch, stop, ctrl_c)
-        with pytest.raises(TrainingInterrupted, match=f"after step {stop} of 10.*state.pt"):
-            train(tiny_model(), None, data, tmp_path / "cut", SMALL, console=QUIET)
-    cut = state_of(tmp_path / "cut")
-    assert cut["place"]["step"] == stop and not (tmp_path / "cut" / "heads").exists()
-    assert not torch.equal(cut["heads"]["weight"], whole["heads"]["weight"])
-    resumed = train(tiny_model(), None, data, tmp_path / "cut", SMALL, console=QUIET)
-    assert_same(state_of(tmp_path / "cut"), whole)
-    assert resumed == straight
-    assert (tmp_path / "cut" / "metrics.json").read_text() == (tmp_path / "straight" / "metrics.json").read_text()
+def test_a_step_is_the_gradient_of_its_packs_together(tmp_path):
+    """Accumulated over packs or taken at once, a step is the same: it weighs positions, not packs."""
+    results = []
+    for number, (tokens, packs) in enumerate([(24, 99), (9999, 1)]):
+        config = config_of(pack_tokens=tokens, packs_per_step=packs, epochs=3)
+        train(tiny_model().double(), None, DATA, tmp_path / str(number), config, console=QUIET)
+        state = state_of(tmp_path / str(number))
+        assert state["step"] == 3
+        results.append(state)
+    for name, value in results[0]["weights"].items():
+        torch.testing.assert_close(value, results[1]["weights"][name], rtol=0, atol=1e-12)
+    assert results[0]["history"][0]["loss"] == pytest.approx(results[1]["history"][0]["loss"], rel=1e-12)
 
 
-def test_resuming_after_a_crash_goes_back_to_the_last_checkpoint(tmp_path, data, monkeypatch):
-    train(tiny_model(), None, data, tmp_path / "straight", SMALL, console=QUIET)
-
-    def crash(losses):
-        raise RuntimeError("the machine is gone")
-
-    with monkeypatch.context() as patch:
-        at_training_step(patch, 5, crash)
-        with pytest.raises(RuntimeError, match="gone"):
-            train(tiny_model(), None, data, tmp_path / "cut", SMALL, console=QUIET)
-    assert state_of(tmp_path / "cut")["place"]["step"] == 3
-    train(tiny_model(), None, data, tmp_path / "cut", SMALL, console=QUIET)
-    assert_same(state_of(tmp_path / "cut"), state_of(tmp_path / "straight"))
+def test_weights_of_depths_scale_the_gradient(tmp_path):
+    config = config_of(depth_weights=(1.0, 0.0, 1.0), weight_decay=0.0)
+    train(tiny_model(), None, DATA, tmp_path / "out", config, console=QUIET)
+    moved = state_of(tmp_path / "out")["weights"]["heads.weight"].flatten(1).abs().sum(1)
+    assert float(moved[1]) == 0 < float(moved[[0, 2]].min())
+    with pytest.raises(ValueError, match="depth_weights has 2 weights, but with these options medusa has 3 depths"):
+        train(tiny_model(), None, DATA, tmp_path / "two", config_of(depth_weights=(1.0, 1.0)), console=QUIET)
 
 
-def test_ctrl_c_during_an_evaluation_repeats_the_evaluation(tmp_path, data, monkeypatch):
-    train(tiny_model(), None, data, tmp_path / "straight", SMALL, console=QUIET)
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "agreement", lambda *_: ctrl_c(None))
-        with pytest.raises(TrainingInterrupted, match="after step 5 of 10"):
-            train(tiny_model(), None, data, tmp_path / "cut", SMALL, console=QUIET)
-    assert state_of(tmp_path / "cut")["evaluations"] == []
-    train(tiny_model(), None, data, tmp_path / "cut", SMALL, console=QUIET)
-    assert_same(state_of(tmp_path / "cut"), state_of(tmp_path / "straight"))
-
-
-def test_ctrl_c_during_capture_says_so_and_goes_on(tmp_path, data, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Target, "features", lambda *_: ctrl_c(None))
-        with pytest.raises(TrainingInterrupted, match="while capturing features"):
-            train(tiny_model(), None, data, tmp_path / "out", SMALL, console=QUIET)
-    assert train(tiny_model(), None, data, tmp_path / "out", SMALL, console=QUIET)["steps"] == 10
-
-
-def test_ctrl_c_works_as_before_afterwards(tmp_path, data):
-    handler = signal.getsignal(signal.SIGINT)
-    train(tiny_model(), None, data, tmp_path / "out", SMALL, console=QUIET)
-    assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path, data, monkeypatch):
-    at_training_step(monkeypatch, 5, lambda losses: HeadLosses(losses.kl * torch.nan, losses.hits, losses.counts))
-    with pytest.raises(TrainingDiverged, match="step 5: the loss is nan"):
-        train(tiny_model(), None, data, tmp_path / "out", SMALL, console=QUIET)
+def test_only_matrices_decay(tmp_path):
+    """Medusa's biases are one tensor for all heads."""
+    train(tiny_model(), None, DATA, tmp_path / "out", config_of(weight_decay=0.5, epochs=1), console=QUIET)
     state = state_of(tmp_path / "out")
-    assert state["place"]["step"] == 3 and state["heads"]["weight"].isfinite().all()
+    assert [tuple(one.shape) for one in state["weights"].values()] == [(3, 1, HIDDEN, HIDDEN), (3, 1, HIDDEN)]
+    decays = [(group["weight_decay"], group["params"]) for group in state["optimizer"]["param_groups"]]
+    assert decays == [(0.5, [0]), (0.0, [1])]
 
 
-def test_a_finished_run_is_not_trained_again(tmp_path, data, monkeypatch):
-    metrics = train(tiny_model(), None, data, tmp_path / "out", SMALL, console=QUIET)
-    at_training_step(monkeypatch, 1, lambda _: pytest.fail("trained again"))
-    assert train(tiny_model(), None, data, tmp_path / "out", SMALL, console=QUIET) == metrics
+def test_online_features_train_the_same(tmp_path):
+    stored = train(tiny_model(), None, DATA, tmp_path / "stored", config_of(method="eagle3"), console=QUIET)
+    config = config_of(method="eagle3", features="online")
+    assert train(tiny_model(), None, DATA, tmp_path / "online", config, console=QUIET) == stored
+    assert not (tmp_path / "online" / "features").exists()
 
 
-CHANGES = {
-    "heads": 2,
-    "learning_rate": 2e-3,
-    "seed": 1,
-    "batch_positions": 65,
-    "head_weights": (1.0, 1.0, 0.5),
-    "epochs": 3,
-    "holdout": 0.3,
-}
+def test_runs_can_share_features(tmp_path, monkeypatch):
+    config = config_of(features_folder=str(tmp_path / "features"), epochs=1)
+    first = train(tiny_model(), None, DATA, tmp_path / "first", config, console=QUIET)
+    monkeypatch.setattr("treedec.training.features.compute", lambda *_: pytest.fail("computed again"))
+    second = train(tiny_model(), None, DATA, tmp_path / "second", replace(config, learning_rate=2e-3), console=QUIET)
+    assert first["mean_loss"] != second["mean_loss"] and not (tmp_path / "second" / "features").exists()
 
 
-@pytest.mark.parametrize("field", CHANGES)
-def test_another_config_does_not_resume(tmp_path, data, finished, field):
-    out = shutil.copytree(finished, tmp_path / "out")
-    before = (out / "state.pt").read_bytes()
-    changed = replace(SMALL, **{field: CHANGES[field]})
-    with pytest.raises(ValueError, match=rf"begun with {field}=.*overwrite=True"):
-        train(tiny_model(), None, data, out, changed, console=QUIET)
-    assert (out / "state.pt").read_bytes() == before
+def test_max_steps_ends_in_mid_epoch(tmp_path):
+    config = config_of(epochs=9, max_steps=7, eval_every=3)
+    measured = train(tiny_model(), None, DATA, tmp_path / "out", config, console=QUIET)
+    assert measured["steps"] == 7
+    assert [one["step"] for one in metrics_of(tmp_path / "out")["evaluations"]] == [3, 6, 7]
 
 
-def test_how_often_something_is_written_may_change(tmp_path, data, monkeypatch):
-    train(tiny_model(), None, data, tmp_path / "straight", SMALL, console=QUIET)
-    with monkeypatch.context() as patch:
-        at_training_step(patch, 5, ctrl_c)
-        with pytest.raises(TrainingInterrupted):
-            train(tiny_model(), None, data, tmp_path / "cut", SMALL, console=QUIET)
-    train(tiny_model(), None, data, tmp_path / "cut", replace(SMALL, checkpoint_every=4, log_every=1), console=QUIET)
-    resumed, straight = state_of(tmp_path / "cut"), state_of(tmp_path / "straight")
-    for part in ("heads", "optimizer", "best", "place", "evaluations"):
-        assert_same(resumed[part], straight[part], part)
-    assert [entry["step"] for entry in resumed["history"]] == [2, 4, 6, 7, 8, 9, 10]
+def test_the_best_heads_are_written_at_once(tmp_path, monkeypatch):
+    lengths, losses = iter([1.1, 1.9, 1.9, 1.9]), iter([3.0, 3.0, 2.0, 2.0])
+    original, seen = Evaluator.measure, []
+
+    def measure(evaluator, learner):
+        if seen:
+            heads = load_heads(tmp_path / "out" / "heads", tiny_model())
+            seen[-1] = (seen[-1], heads.weight.clone())
+        seen.append(learner.heads.weight.detach().clone())
+        return {**original(evaluator, learner), "accepted_length": next(lengths), "mean_loss": next(losses)}
+
+    monkeypatch.setattr(Evaluator, "measure", measure)
+    measured = train(tiny_model(), None, DATA, tmp_path / "out", config_of(epochs=4), console=QUIET)
+    assert (measured["accepted_length"], measured["mean_loss"], measured["step"]) == (1.9, 2.0, 15)
+    for weight, written in seen[:3]:  # each was better than those before
+        assert torch.equal(written, weight.half().float())
+    final = load_heads(tmp_path / "out" / "heads", tiny_model()).weight
+    assert torch.equal(final, seen[2][1]) and not torch.equal(final, seen[3].half().float())
+    about = json.loads((tmp_path / "out" / "heads" / "config.json").read_text())["training"]
+    assert about["config"]["options"] == {"heads": 3, "blocks": 1} and about["metrics"]["step"] == 15
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    train(tiny_model(), None, write(folder / "data.jsonl", random_samples()), folder / "out", SMALL, console=QUIET)
-    return folder / "out"
+def test_the_callers_random_numbers_are_left_alone(tmp_path):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    train(tiny_model(), None, DATA, tmp_path / "a", config_of(method="eagle", epochs=1), console=QUIET)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    train(tiny_model(), None, DATA, tmp_path / "b", config_of(method="eagle", epochs=1), console=QUIET)
+    weights = [state_of(tmp_path / name)["weights"] for name in "ab"]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def test_other_data_and_another_target_do_not_resume(tmp_path, data, finished):
-    out = shutil.copytree(finished, tmp_path / "out")
-    other = write(tmp_path / "other.jsonl", random_samples(seed=1))
-    with pytest.raises(ValueError, match="data_sha256"):
-        train(tiny_model(), None, other, out, SMALL, console=QUIET)
-    with pytest.raises(ValueError, match="target"):
-        train(tiny_model(rms_norm_eps=1e-6, vocab=98), None, data, out, SMALL, console=QUIET)
-    shutil.rmtree(out / "features")  # the checkpoint itself must know, too
-    with pytest.raises(ValueError, match=r"state\.pt was trained on something else: its data_sha256"):
-        train(tiny_model(), None, other, out, SMALL, console=QUIET)
+class Silent(Learner):
+    """Uses one of its two parameters, and that only in packs of several conversations."""
+
+    method, depths = "silent", 1
+
+    def __init__(self, draft_ids):
+        super().__init__()
+        self.draft_ids = draft_ids
+        self.used, self.unused = torch.nn.Parameter(torch.ones(())), torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, batch):
+        mask = batch.supervised(1)
+        counts = mask.sum()[None]
+        return Losses(self.used * counts, counts * 0, counts)
+
+    def ranks(self, batch, top):
+        return torch.full((1, *batch.input_ids.shape), top)
+
+    def save(self, folder, training, overwrite=False):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text('{"format": "treedec"}')
+
+
+def test_a_parameter_that_nothing_uses_is_left_alone(tmp_path, monkeypatch):
+    kind = LearnerType(LEARNERS["medusa"].options, lambda model, options, draft_ids, labels: Silent(draft_ids))
+    monkeypatch.setattr("treedec.training.learners.LEARNERS", {"medusa": kind})
+    measured = train(tiny_model(), None, DATA, tmp_path / "out", config_of(weight_decay=0.0), console=QUIET)
+    weights = state_of(tmp_path / "out")["weights"]
+    assert float(weights["unused"]) == 1 > float(weights["used"]) and measured["accepted_length"] == 1.0
+
+
+def test_a_target_in_training_mode_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+        train(tiny_model().train(), None, DATA, tmp_path / "out", config_of(), console=QUIET)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_conversation_is_not_enough(tmp_path):
+    with pytest.raises(ValueError, match="1 of 1 conversations"):
+        train(tiny_model(), None, corpus_of(random_samples(1)), tmp_path / "out", config_of(), console=QUIET)
 
 
 class Tokenizer:
     """As much of one as training reads."""
 
-    def __init__(self, eos_token_id):
-        self.eos_token_id = eos_token_id
+    eos_token_id = 93
 
 
-def test_a_draft_vocabulary_that_has_changed_does_not_resume(tmp_path, data):
-    config = replace(SMALL, draft_vocab_size=5, epochs=1)
-    train(tiny_model(), Tokenizer(93), data, tmp_path / "out", config, console=QUIET)
-    before = contents(tmp_path / "out")
-    with pytest.raises(ValueError, match=r"state\.pt.*draft_ids.*overwrite=True"):
-        train(tiny_model(), Tokenizer(94), data, tmp_path / "out", config, console=QUIET)
-    assert contents(tmp_path / "out") == before
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_damaged_checkpoint_is_explained(tmp_path, data, finished):
-    out = shutil.copytree(finished, tmp_path / "out")
-    whole = (out / "state.pt").read_bytes()
-    (out / "state.pt").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"state\.pt is not a checkpoint that can be resumed"):
-        train(tiny_model(), None, data, out, SMALL, console=QUIET)
-    assert train(tiny_model(), None, data, out, SMALL, overwrite=True, console=QUIET)["steps"] == 10
-
-
-BROKEN_DATA = {
-    "not JSON": "{",
-    "nothing supervised": json.dumps({"input_ids": [1, 2, 3], "responses": []}),
-    "one conversation": json.dumps({"input_ids": list(range(20)), "responses": [[2, 20]]}),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN_DATA)
-def test_overwriting_keeps_the_old_run_until_a_new_one_is_possible(tmp_path, finished, name):
-    out = shutil.copytree(finished, tmp_path / "out")
-    before = contents(out)
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text(BROKEN_DATA[name] + "\n")
-    with pytest.raises(ValueError, match=r"not a conversation|supervises nothing|1 of 1 conversations"):
-        train(tiny_model(), None, broken, out, SMALL, overwrite=True, console=QUIET)
-    after = contents(out)
-    for file in ("state.pt", "metrics.json", "heads/config.json", "heads/model.safetensors"):
-        assert after[file] == before[file], file
-
-
-def test_a_model_where_the_heads_belong_is_refused_before_training(tmp_path, data, monkeypatch):
-    tiny_model().save_pretrained(tmp_path / "out" / "heads")
-    before = contents(tmp_path)
-    monkeypatch.setattr(trainer, "capture_features", lambda *_, **__: pytest.fail("work was done in vain"))
-    with pytest.raises(FileExistsError, match="not a heads checkpoint"):
-        train(tiny_model(), None, data, tmp_path / "out", SMALL, overwrite=True, console=QUIET)
-    assert contents(tmp_path) == before
-
-
-def test_what_is_not_ours_is_refused(tmp_path, data, finished):
-    strange = tmp_path / "strange"
-    strange.mkdir()
-    (strange / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="not a training run"):
-        train(tiny_model(), None, data, strange, SMALL, console=QUIET)
-    with pytest.raises(FileExistsError, match="overwrite=True"):
-        train(tiny_model(), None, data, finished, SMALL, resume=False, console=QUIET)
-    train(tiny_model(), None, data, strange, SMALL, overwrite=True, console=QUIET)
-    assert (strange / "thesis.txt").read_text() == "years of work" and (strange / "heads").is_dir()
-
-
-def test_overwriting_starts_again(tmp_path, finished):
-    out = shutil.copytree(finished, tmp_path / "out")
-    other = write(tmp_path / "other.jsonl", random_samples(seed=1))
-    config = replace(SMALL, heads=2)
-    metrics = train(tiny_model(), None, other, out, config, overwrite=True, console=QUIET)
-    fresh = train(tiny_model(), None, other, tmp_path / "fresh", config, console=QUIET)
-    assert metrics == fresh and load_heads(out / "heads", tiny_model()).config.heads == 2
-
-
-def test_the_best_heads_are_written(tmp_path, data, monkeypatch):
-    scores = iter([0.1, 0.9, 0.5])
-    original = trainer.Run.evaluate
-    monkeypatch.setattr(trainer.Run, "evaluate", lambda run: {**original(run), "mean_top1": next(scores)})
-    config = replace(SMALL, epochs=3)
-    metrics = train(tiny_model(), None, data, tmp_path / "out", config, console=QUIET)
-    state = state_of(tmp_path / "out")
-    assert metrics["mean_top1"] == 0.9 and metrics["step"] == 10
-    assert not torch.equal(state["best"]["weight"], state["heads"]["weight"])
-    written = load_heads(tmp_path / "out" / "heads", tiny_model()).weight
-    assert torch.equal(written, state["best"]["weight"].half().float())
-
-
-def test_head_weights_scale_the_gradient(tmp_path, data):
-    config = replace(SMALL, head_weights=(1.0, 0.0, 1.0), weight_decay=0.0)
-    train(tiny_model(), None, data, tmp_path / "out", config, console=QUIET)
-    moved = state_of(tmp_path / "out")["heads"]["weight"].flatten(1).abs().sum(1)
-    assert float(moved[1]) == 0 < float(moved[[0, 2]].min())
-
-
-def test_one_conversation_is_not_enough(tmp_path):
-    lonely = write(tmp_path / "data.jsonl", random_samples(1))
-    with pytest.raises(ValueError, match="1 of 1 conversations"):
-        train(tiny_model(), None, lonely, tmp_path / "out", SMALL, console=QUIET)
-
-
-def test_draft_vocabulary():
-    tokens = torch.tensor([5, 5, 5, 9, 9, 2, 7])
-    assert draft_vocabulary(tokens, 12, 2).tolist() == [5, 9]
-    assert draft_vocabulary(tokens, 12, 3).tolist() == [2, 5, 9], "ties go to the smaller id"
-    assert draft_vocabulary(tokens, 12, 6).tolist() == [0, 1, 2, 5, 7, 9], "the rest by ascending id"
-    assert draft_vocabulary(tokens, 12, 3, (11, 10)).tolist() == [5, 10, 11], "what ends a text is always in"
-    assert draft_vocabulary(tokens, 12, 12).tolist() == list(range(12))
-    with pytest.raises(ValueError, match="no room for the 3 tokens"):
-        draft_vocabulary(tokens, 12, 2, (1, 2, 3))
-
-
-def test_eos_can_always_be_drafted(tmp_path, data):
+def test_eos_can_always_be_drafted(tmp_path):
     model = tiny_model()
     model.generation_config.eos_token_id = [95, 96]
-    config = replace(SMALL, draft_vocab_size=5, epochs=1)
-    train(model, Tokenizer(93), data, tmp_path / "out", config, console=QUIET)
+    train(model, Tokenizer(), DATA, tmp_path / "out", config_of(draft_vocab_size=5, epochs=1), console=QUIET)
     assert {93, 95, 96} <= set(load_heads(tmp_path / "out" / "heads", model).draft_ids.tolist())
 
 
-def test_learning_rate_rises_and_falls():
-    config = TrainConfig(learning_rate=1.0, warmup=0.1)
-    rates = [learning_rate(step, 100, config) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == rates[10] == 1.0
-    assert all(b < a for a, b in pairwise(rates[10:])) and 0 < rates[-1] < 1e-3
-    assert learning_rate(0, 1, config) == 1.0
+def test_tensorboard_gets_what_the_history_holds(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(tiny_model(), None, DATA, tmp_path / "out", config_of(tensorboard=True), console=QUIET)
+    events = accumulator.EventAccumulator(str(tmp_path / "out" / "logs"))
+    events.Reload()
+    metrics = metrics_of(tmp_path / "out")
+    logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert logged == [(entry["step"], pytest.approx(entry["loss"])) for entry in metrics["history"]]
+    top = [event.value for event in events.Scalars("heldout/top8/2")]
+    assert top == pytest.approx([one["top8"][2] for one in metrics["evaluations"]])
 
 
-BAD_CONFIGS = [
-    {"method": "hydra9"},
-    {"heads": 0},
-    {"blocks": 0},
-    {"draft_vocab_size": 0},
-    {"epochs": 0},
-    {"batch_positions": 0},
-    {"learning_rate": 0.0},
-    {"learning_rate": float("nan")},
-    {"learning_rate": float("inf")},
-    {"warmup": 1.0},
-    {"warmup": -0.1},
-    {"weight_decay": -1.0},
-    {"clip": 0.0},
-    {"holdout": 0.0},
-    {"holdout": 1.0},
-    {"checkpoint_every": 0},
-    {"log_every": 0},
-    {"head_weights": (1.0,)},
-    {"head_weights": (1.0, 1.0, 1.0, -1.0)},
-    {"head_weights": (0.0, 0.0, 0.0, 0.0)},
-]
+def test_a_plan_counts_what_a_run_does_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, model = config_of(method="eagle3", eval_every=4), tiny_model()
+    planned = plan(model, DATA, config)
+    assert contents(tmp_path) == {} and str(render(planned))
+    measured = train(model, None, DATA, tmp_path / "out", config, console=QUIET)
+    for name in ("steps", "coverage", "positions", "heldout_positions", "parameters", "idle_conversations"):
+        assert planned[name] == measured[name], name
+    assert planned["evaluations"] == len(metrics_of(tmp_path / "out")["evaluations"]) == 3
+    index = json.loads((tmp_path / "out" / "features" / "index.json").read_text())
+    assert planned["feature_bytes"] == index["totals"]["bytes"] and planned["tokens"] == index["totals"]["positions"]
+    assert planned["learner_bytes"] == 16 * planned["parameters"] and planned["activation_bytes"] > 0
+    assert planned["seconds"] > 0 and plan(model, DATA, config_of(features="online"))["feature_bytes"] == 0
+    with pytest.raises(ValueError, match="not a multiple of the 2 processes"):
+        plan(model, DATA, config, processes=2)
 
 
-@pytest.mark.parametrize("bad", BAD_CONFIGS, ids=str)
-def test_a_bad_config_names_the_field(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        TrainConfig(**bad)
+class Place:
+    """As much of an accelerator as tells processes apart."""
+
+    def __init__(self, process_index, num_processes):
+        self.process_index, self.num_processes = process_index, num_processes
+
+
+@pytest.mark.parametrize("items", [1, 2, 5, 6])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_all_processes_take_equally_many_and_each_item_counts_once(items, number):
+    taken = [processes.shares(items, Place(index, number)) for index in range(number)]
+    assert len({len(one) for one in taken}) == 1
+    assert sorted(place for one in taken for place, valid in one if valid) == list(range(items))
+    assert all(place % number == index for index, one in enumerate(taken) for place, valid in one if valid)
+
+
+def test_counts_are_known_beforehand():
+    packs = pack(DATA, 80, 0.2)
+    counts = supervised_counts(DATA, packs, 3, 1)
+    runs = [np.diff(span)[0] for _, spans in random_samples() for span in spans]
+    assert counts.sum(0).tolist() == [sum(max(length - 1 - k, 0) for length in runs) for k in range(3)]

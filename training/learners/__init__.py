@@ -1,1 +1,45 @@
 """Methods that can be trained: one learner for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from treedec.training.contracts import Learner
+from treedec.training.learners.draft_model import DraftModelLearner, DraftModelOptions
+from treedec.training.learners.eagle import Eagle1Learner, Eagle3Learner, Eagle3Options, EagleOptions
+from treedec.training.learners.heads import (
+    HydraLearner,
+    HydraOptions,
+    MedusaLearner,
+    MedusaOptions,
+    RecurrentLearner,
+    RecurrentOptions,
+)
+from treedec.training.learners.medusa2 import Medusa2Learner, Medusa2Options
+
+
+@dataclass(frozen=True)
+class LearnerType:
+    """How one method is trained.
+
+    Attributes:
+        options: a frozen dataclass of what only this method knows, with a default for every field.
+        build: makes a learner as `build(model, options, draft_ids, labels=...)`, see `HeadLearner`.
+    """
+
+    options: type[Any]
+    build: Callable[..., Learner]
+
+
+# A new method is one line here.
+LEARNERS: Mapping[str, LearnerType] = {
+    "medusa": LearnerType(MedusaOptions, MedusaLearner.build),
+    "medusa2": LearnerType(Medusa2Options, Medusa2Learner.build),
+    "hydra": LearnerType(HydraOptions, HydraLearner.build),
+    "recurrent": LearnerType(RecurrentOptions, RecurrentLearner.build),
+    "eagle": LearnerType(EagleOptions, Eagle1Learner.build),
+    "eagle3": LearnerType(Eagle3Options, Eagle3Learner.build),
+    "draft-model": LearnerType(DraftModelOptions, DraftModelLearner.build),
+}
