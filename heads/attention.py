@@ -69,6 +69,19 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
+class GroupNorm(nn.Module):
+    """RMSNorm of each of some groups of equal width."""
+
+    def __init__(self, size: int, groups: int, eps: float):
+        super().__init__()
+        self.groups, self.eps = groups, eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (self.groups, -1))
+        return self.weight * F.rms_norm(parts, parts.shape[-1:], eps=self.eps).flatten(-2)
+
+
 class LayerCache(SlotCache):
     """Keys and values of the one layer of a draft head: of the committed text, and of a tree in flight.
 

@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from treedec.drafter import Drafter, DraftSession, DraftState
 from treedec.growth import DynamicTree
-from treedec.heads.attention import Attention, LayerCache
+from treedec.heads.attention import Attention, GroupNorm, LayerCache
 from treedec.heads.sequential import SequentialSession, TrimmedHead, draft_vocabulary, follow
 from treedec.target import Target
 
@@ -192,7 +192,7 @@ class EagleHead(nn.Module):
         if config.version == 3:
             self.norm = nn.RMSNorm(size, eps=eps)
         if config.norm_before_fc or config.fc_norm:
-            self.fc_norm = _GroupNorm(config.feature_size, len(config.features) if config.fc_norm else 1, eps)
+            self.fc_norm = GroupNorm(config.feature_size, len(config.features) if config.fc_norm else 1, eps)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         if config.own_lm_head:
@@ -270,19 +270,6 @@ class _Layer(nn.Module):
             residual = normed if self.config.norm_before_residual else features
         x = residual + self.self_attn(x, rotation, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class _GroupNorm(nn.Module):
-    """RMSNorm of each of some groups of equal width."""
-
-    def __init__(self, size: int, groups: int, eps: float):
-        super().__init__()
-        self.groups, self.eps = groups, eps
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = x.unflatten(-1, (self.groups, -1))
-        return self.weight * F.rms_norm(parts, parts.shape[-1:], eps=self.eps).flatten(-2)
 
 
 def _llama_config(config: EagleConfig) -> LlamaConfig:

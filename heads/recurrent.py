@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from treedec.drafter import Drafter, DraftSession, DraftState
 from treedec.growth import DynamicTree
+from treedec.heads.attention import GroupNorm
 from treedec.heads.sequential import SequentialSession, TrimmedHead, draft_vocabulary, embedding_table, follow
 from treedec.target import Target
 
@@ -33,6 +34,8 @@ class RecurrentConfig:
         draft_vocab_size: Vd, the number of tokens that can be drafted; equal to V when the vocabulary is not trimmed.
         features: which hidden states the state begins from besides the LM-head input: indices as in transformers'
             `hidden_states`.
+        norm_features: each of these hidden states is normalised by itself: their sizes may differ by orders of
+            magnitude.
     """
 
     hidden_size: int
@@ -41,10 +44,13 @@ class RecurrentConfig:
     inner_size: int = 1024
     draft_vocab_size: int = 8192
     features: tuple[int, ...] = ()
+    norm_features: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features))  # JSON has lists only
-        sizes = {name: value for name, value in asdict(self).items() if name != "features"}
+        if not isinstance(self.norm_features, bool):
+            raise ValueError(f"norm_features must be true or false, not {self.norm_features!r}")
+        sizes = {name: value for name, value in asdict(self).items() if name not in ("features", "norm_features")}
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -70,7 +76,9 @@ class RecurrentHead(nn.Module):
         super().__init__()
         self.config = config
         hidden, state, inner = config.hidden_size, config.state_size, config.inner_size
-        self.first = nn.Linear((1 + len(config.features)) * hidden, state, bias=False)
+        levels = 1 + len(config.features)
+        self.feature_norm = GroupNorm(levels * hidden, levels, eps=1e-6) if config.norm_features else nn.Identity()
+        self.first = nn.Linear(levels * hidden, state, bias=False)
         self.state_norm = nn.RMSNorm(state, eps=1e-6)
         self.embedding_norm = nn.RMSNorm(hidden, eps=1e-6)
         self.gate = nn.Linear(state + hidden, inner, bias=False)
@@ -82,7 +90,7 @@ class RecurrentHead(nn.Module):
 
     def begin(self, features: Tensor) -> Tensor:
         """`[*, (1 + F) H]`, the LM-head input and the other features at one position, to the `[*, S]` state there."""
-        return self.first(features.to(self.first.weight.dtype))
+        return self.first(self.feature_norm(features.to(self.first.weight.dtype)))
 
     def step(self, states: Tensor, embeddings: Tensor) -> Tensor:
         """`[*, S]` states after one more token, given its `[*, H]` embedding."""

@@ -15,10 +15,13 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+
+if TYPE_CHECKING:
+    from treedec.training.learners import LearnerType
 
 _PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CHOICES = {
@@ -73,14 +76,16 @@ class TrainConfig:
         weight_decay: decoupled, on matrices only.
         clip: the largest norm of a gradient.
         precision: of the matrix products in heads, whose weights stay in float32: "bf16", "fp16" (with loss scaling),
-            "no" for that of the weights; "auto" is "bf16" for a bfloat16 target, else "no".
+            "no" for that of the weights; "auto" is "bf16" for a bfloat16 target, "fp16" for medusa2 on a float16 one,
+            else "no".
         features: whether the target's hidden states are computed once and "stored" with the run, or "online" in each
             step, which costs no disk and a pass of the target.
         features_folder: where they are stored; None for `features/` in the folder of the run. Runs on the same data can
             share them, also if they read different layers.
         max_feature_bytes: refuse to store more; None for no limit.
         shard_target: divide the target's layers over the processes instead of holding all of them on each, for targets
-            that do not fit one device (`features` must be "online"). The model object is sharded in place.
+            that do not fit one device (`features` must be "online"; not for medusa2, nor for a draft-model that is
+            a copy of the target). The model object is sharded in place.
         holdout: fraction of the conversations, the last ones, kept for evaluation.
         seed: of initial weights, of the order of the data and of dropout.
         eval_every: steps between evaluations; None for one after each epoch. There is always one at the end.
@@ -142,7 +147,12 @@ class TrainConfig:
             raise ValueError(f"depth_weights must be numbers, none negative and not all zero, not {weights}")
         if self.shard_target and self.features == "stored":
             raise ValueError("shard_target needs features='online': stored features are computed by one process alone")
-        self.method_options()
+        options = self.method_options()
+        if self.shard_target and learner_type(self.method).copies_layers(options):
+            raise ValueError(
+                f"shard_target is not for {self.method}, which copies layers of the target: each process must hold it "
+                "whole"
+            )
 
     def method_options(self) -> Any:
         """The method's own frozen dataclass, with `options` in it.
@@ -150,11 +160,7 @@ class TrainConfig:
         Raises:
             ValueError: an unknown method; an option that it does not have, or that it refuses.
         """
-        from treedec.training.learners import LEARNERS
-
-        if self.method not in LEARNERS:
-            raise ValueError(f"method must be one of {', '.join(LEARNERS)}, not {self.method!r}")
-        kind = LEARNERS[self.method].options
+        kind = learner_type(self.method).options
         known_keys(self.options, [one.name for one in fields(kind)], f"{self.method} has no option")
         hints = typing.get_type_hints(kind)
         return kind(**{name: typed(f"options.{name}", value, hints[name]) for name, value in self.options.items()})
@@ -172,7 +178,7 @@ class TrainConfig:
             ValueError: the file is not such a mapping, or a key or value of it is none of ours; file and key are named.
         """
         try:
-            read = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+            read = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not YAML: {error}") from error
         given = {} if read is None else read
@@ -201,9 +207,21 @@ class TrainConfig:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def autocast_dtype(self, target: torch.dtype) -> torch.dtype | None:
-        """The dtype of the heads' matrix products for a target in that dtype; None for that of their weights."""
+        """The dtype of the heads' matrix products for a target in that dtype; None for that of their weights.
+
+        Raises:
+            ValueError: gradients would vanish in the target.
+        """
         # A float16 target gets none by itself: the gradient of a mean over thousands of rows lies below the smallest
-        # numbers of float16, so that it takes loss scaling, and steps that are given up, to train in it.
+        # numbers of float16, so that it takes loss scaling, and steps that are given up, to train in it. Where
+        # gradients pass through such a target, there is no other way.
+        if target == torch.float16 and learner_type(self.method).through_target:
+            if self.precision not in ("auto", "fp16"):
+                raise ValueError(
+                    f"precision {self.precision!r} scales no losses, without which the gradients of {self.method} "
+                    "vanish in a float16 target: choose 'fp16', or load the target in bfloat16"
+                )
+            return torch.float16
         if self.precision == "auto":
             return torch.bfloat16 if target == torch.bfloat16 else None
         return _PRECISIONS[self.precision]
@@ -216,6 +234,19 @@ class TrainConfig:
         done = (step - warmup) / max(steps - warmup, 1)
         remaining = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
         return self.learning_rate * remaining[self.schedule]
+
+
+def learner_type(method: str) -> LearnerType:
+    """What a method is.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    from treedec.training.learners import LEARNERS
+
+    if method not in LEARNERS:
+        raise ValueError(f"method must be one of {', '.join(LEARNERS)}, not {method!r}")
+    return LEARNERS[method]
 
 
 def known_keys(given: Mapping[Any, Any], allowed: Iterable[str], complaint: str) -> None:
@@ -266,8 +297,8 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which `1e-3` is a number, as everywhere but in YAML 1.1, and no key can be given twice."""
+class Loader(yaml.SafeLoader):
+    """Reads YAML in which `1e-3` is a number, as everywhere but in YAML 1.1, and no key can be given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -277,6 +308,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
+Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )

@@ -150,9 +150,9 @@ class Losses:
 
     Attributes:
         sums: `[D]` sum over the supervised positions of the loss at each depth, in nats. Differentiable.
-        hits: `[D]` int64 supervised positions at which the best draft is the teacher's first choice within the draft
+        hits: `[D]` int64, at how many of these the best draft is the teacher's first choice within the draft
             vocabulary.
-        counts: `[D]` int64 supervised positions.
+        counts: `[D]` int64 supervised positions, of hard labels only those whose token can be drafted.
         extra: what a method minimises besides (EAGLE-1's regression, Medusa-2's language modelling), already weighted:
             a sum over the positions supervised at depth 0. Differentiable; None for nothing.
     """
@@ -192,9 +192,10 @@ class Learner(nn.Module, ABC):
 
     @abstractmethod
     def ranks(self, batch: Batch, top: int) -> Tensor:
-        """`[D, B, L]` int64: at which place of the drafts at depth `d`, best first and from 0, the text's own token
+        """`[D', B, L]` int64: at which place of the drafts at depth `d`, best first and from 0, the text's own token
         stands, when the drafts before it were the text's own tokens; `top` if it is not among the first `top`, or the
-        text has no such token. Without gradients."""
+        text has no such token. Without gradients. D' is D, or more for heads that draft deeper than they were trained
+        to."""
 
     @abstractmethod
     def save(self, folder: str | os.PathLike[str], training: Mapping[str, object], overwrite: bool = False) -> None:

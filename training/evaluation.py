@@ -25,9 +25,13 @@ _BLOCK = 256  # rows of full logits alive at a time
 
 @dataclass(frozen=True)
 class _Measured:
-    """One pack: sums over positions, and of each run the ranks `[D, T]` and whether the target wrote it greedily."""
+    """One pack: sums over positions, and of each run the ranks `[D', T]` and whether the target wrote it greedily.
+
+    `counts` are the positions that the losses are of, `supervised` also those whose token cannot be drafted.
+    """
 
     pack: int
+    supervised: np.ndarray
     sums: np.ndarray
     hits: np.ndarray
     counts: np.ndarray
@@ -66,9 +70,9 @@ class Evaluator:
             `loss` (list over depths, nats a position), `mean_loss` (of all positions of all depths together), `extra`
             (a position of depth 0), `accuracy` (list: the best draft is the teacher's first choice among those that can
             be drafted), `counts` (list of positions), `top1`, `top4`, `top8` (lists: the text's own token is among so
-            many drafts), `accepted_length` (mean accepted length of the best static tree of `nodes` nodes, see
-            `simulate`), `accepted_length_greedy` (over the `greedy_runs` of `runs` that hold what the target would
-            write greedily; None if there are none).
+            many drafts, of all supervised positions), `accepted_length` (mean accepted length of the best static tree
+            of `nodes` nodes, see `simulate`), `accepted_length_greedy` (over the `greedy_runs` of `runs` that hold what
+            the target would write greedily; None if there are none).
         """
         heldout, mine = self.source.packs.heldout, []
         was_training = learner.training
@@ -88,9 +92,9 @@ class Evaluator:
         device = batch.hidden.device.type
         with torch.autocast(device, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
             losses, ranks = learner(batch), learner.ranks(batch, top)
-        for depth in range(learner.depths):
-            known = batch.supervised(learner.offset + depth) & (ranks[depth] < top)
-            ranks[depth] = torch.where(known, ranks[depth], -1)
+        supervised = [batch.supervised(learner.offset + depth) for depth in range(len(ranks))]
+        for depth, taught in enumerate(supervised):
+            ranks[depth] = torch.where(taught & (ranks[depth] < top), ranks[depth], -1)
         runs = _runs(batch)
         if pack not in self._greedy:
             agrees = self._agrees(batch)
@@ -98,6 +102,7 @@ class Evaluator:
         found = ranks.to("cpu", torch.int32).numpy()
         return _Measured(
             pack,
+            np.array([int(taught.sum()) for taught in supervised[: learner.depths]]),
             losses.sums.double().cpu().numpy(),
             losses.hits.cpu().numpy(),
             losses.counts.cpu().numpy(),
@@ -115,11 +120,12 @@ class Evaluator:
         return agrees.cpu().numpy()
 
     def _pooled(self, packs: list[_Measured], offset: int) -> dict[str, Any]:
-        sums, hits, counts = (sum(getattr(pack, name) for pack in packs) for name in ("sums", "hits", "counts"))
-        seen = np.maximum(counts, 1)
+        names = ("sums", "hits", "counts", "supervised")
+        sums, hits, counts, supervised = (sum(getattr(pack, name) for pack in packs) for name in names)
+        seen, every = np.maximum(counts, 1), np.maximum(supervised, 1)
         ranks = [one for pack in packs for one in pack.ranks]
-        together = np.concatenate(ranks, axis=1)
-        shares_of = {f"top{top}": (((together >= 0) & (together < top)).sum(1) / seen).tolist() for top in TOPS}
+        together = np.concatenate(ranks, axis=1)[: len(every)]
+        shares_of = {f"top{top}": (((together >= 0) & (together < top)).sum(1) / every).tolist() for top in TOPS}
         if offset == 0:  # a draft model drafts its first choices, one after the other
             ranks = [chained(np.where(one == 0, 0, -1), self.nodes - 1) for one in ranks]
         tree = best_tree(np.concatenate(ranks, axis=1), self.nodes)
@@ -129,7 +135,7 @@ class Evaluator:
         return {
             "loss": (sums / seen).tolist(),
             "mean_loss": float(sums.sum() / seen.sum()),
-            "extra": sum(pack.extra for pack in packs) / int(seen[0]),
+            "extra": sum(pack.extra for pack in packs) / int(every[0]),
             "accuracy": (hits / seen).tolist(),
             "counts": counts.tolist(),
             **shares_of,

@@ -354,7 +354,7 @@ def _examine(folder: Path, stamp: dict[str, Any], overwrite: bool) -> dict[str, 
         if differing and not overwrite:
             raise ValueError(
                 f"{folder} holds features of something else: {', '.join(differing)}; give what they were made of, or "
-                "another folder, or overwrite=True to discard them"
+                "another folder, or overwrite=True (--overwrite) to discard them"
             )
         if path.name == _INDEX_FILE and not differing:
             index = found
@@ -406,7 +406,7 @@ def _read_stamp(path: Path) -> dict[str, Any] | None:
 def _check_room(folder: Path, needed: int, max_bytes: int | None) -> None:
     """Raises ValueError if the features exceed what they may have, or what the disk has. Files of ours count as room:
     they are either among what is needed, or removed."""
-    ways_out = 'compute them in every epoch (features="online"), or take fewer tokens or fewer layers'
+    ways_out = 'compute them in every epoch (features="online", --features online), or fewer tokens or fewer layers'
     if max_bytes is not None and needed > max_bytes:
         raise ValueError(f"the features need {needed:,} bytes, and {max_bytes:,} are allowed: {ways_out}")
     existing = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
@@ -440,5 +440,5 @@ def _write_shard(path: Path, tensors: dict[str, Tensor], stamp: dict[str, Any]) 
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise OSError(
             f"cannot write {path} ({error}); the shards before it are kept: make room and call again to go on, or use "
-            'features="online"'
+            'features="online" (--features online)'
         ) from error

@@ -105,6 +105,11 @@ class Run:
                     with self._signal.held():
                         self._evaluated(measured)
                         self.checkpoint()
+                    progress.console.print(
+                        f"step {self.step}: mean accepted length {measured['accepted_length']:.2f}, "
+                        f"loss {measured['mean_loss']:.3f} on held-out text",
+                        highlight=False,
+                    )
                 if self.step == self.steps:
                     return
                 with self._signal.held():
@@ -187,6 +192,9 @@ class Run:
             index, place: the pack, and its place in the step.
             total: `[D]` positions that the whole step supervises.
             weight: of the pack, 1 or 0.
+
+        Each depth is averaged over all that the step supervises, also where a hard label cannot be drafted and so
+        counts for nothing: then every position weighs the same in all steps, whatever share of theirs has a label.
 
         Returns:
             `[3 D + 1]` float64: its part of the loss of the step; its sums, hits and counts.
@@ -298,7 +306,7 @@ class Run:
         if self.evaluations and not (self.out / HEADS_FOLDER).is_dir():
             raise FileNotFoundError(
                 f"{self.out / HEADS_FOLDER} is gone, which held the best heads of this run so far; put it back, or "
-                "start again with overwrite=True"
+                "start again with overwrite=True (--overwrite)"
             )
 
     def _log(self, kind: str, values: Mapping[str, Any]) -> None:

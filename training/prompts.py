@@ -9,24 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treedec.training.sources import HUB_NAME, JSON_LINES, builder_of, is_file_name, rows
+
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant",
     "human": "user", "gpt": "assistant", "model": "assistant",
 }  # fmt: skip
-_JSON_LINES = (".jsonl", ".ndjson")
-_BUILDERS = {
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".json": "json",
-}  # what the `datasets` library reads these files with
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
 _KEYS = "'messages', 'conversations', 'prompt', 'instruction' or 'text'"
 
 Message = dict[str, str]
@@ -88,15 +82,14 @@ class PromptSource:
             return
         path = Path(source)
         if not path.is_file():
-            is_file_name = path.suffix in (*_JSON_LINES, *_BUILDERS, ".txt")
-            if not path.is_dir() and (is_file_name or not _HUB_NAME.fullmatch(str(source))):
+            if not path.is_dir() and (is_file_name(path) or not HUB_NAME.fullmatch(str(source))):
                 raise FileNotFoundError(f"{source}: no such file or folder of prompts")
             self.name, self.identity = f"{source}, split {split!r}, row", f"{source}, split {split!r}"
             self._rows = _DataSet(str(source), split)
             return
         with path.open("rb") as file:
             self.identity = hashlib.file_digest(file, "sha256").hexdigest()
-        builder = _BUILDERS.get(path.suffix)
+        builder = builder_of(path)
         self.name = f"{path}, line" if builder is None else f"{path}, row"
         self._rows = _Lines(path) if builder is None else _DataSet(str(path), "train", builder)
 
@@ -117,7 +110,7 @@ class _Lines:
 
     def __init__(self, path: Path):
         self._path = path
-        self._parse = path.suffix in _JSON_LINES
+        self._parse = path.suffix in JSON_LINES
 
     def __iter__(self) -> Iterator[Any]:
         with self._path.open("rb") as file:
@@ -133,39 +126,13 @@ class _Lines:
 
 
 class _DataSet:
-    """The rows of what the `datasets` library reads, streamed anew by every iterator.
-
-    Args:
-        name: a file that `builder` reads, a folder, or a name with or without a configuration.
-        split: which split; a file has only "train".
-        builder: None for a folder or a name.
-
-    Raises:
-        ValueError: when it is read: `datasets` is not installed, or cannot read it.
-    """
+    """What `sources.rows` yields, streamed anew by every iterator."""
 
     def __init__(self, name: str, split: str, builder: str | None = None):
-        self._name, self._split, self._builder = name, split, builder
+        self._where = name, split, builder
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise ValueError(
-                f"{self._name!r} is read as a data set: `pip install 'treedec[train]'` for that"
-            ) from error
-        name, _, configuration = (self._name, "", "") if Path(self._name).exists() else self._name.partition(":")
-        where: dict[str, Any] = {"path": name, "name": configuration or None}
-        if self._builder is not None:
-            where = {"path": self._builder, "data_files": self._name}
-        try:
-            rows = iter(load_dataset(**where, split=self._split, streaming=True))
-            while (row := next(rows, None)) is not None:
-                yield row
-        # Downloads, file formats and schemas fail in the exceptions of as many libraries.
-        except Exception as error:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ValueError(f"{self._name!r} cannot be read as a data set: {reason}") from error
+        return (row for _, row in rows(*self._where))
 
 
 def _turns(row: Any) -> tuple[tuple[Message, ...], ...]:

@@ -1,5 +1,5 @@
-"""The folder of a training run, and what protects it: from being taken for another, from Ctrl-C in mid-step, from a
-disk that is full.
+"""The folder of a training run, and what protects it: from being taken for another, from Ctrl-C or SIGTERM in mid-step,
+from a disk that is full.
 
 This file knows nothing of how heads are trained (`trainer`).
 """
@@ -24,11 +24,13 @@ from treedec.heads.checkpoint import check_replaceable
 STATE_FILE, METRICS_FILE, CONFIG_FILE, DATA_FILE = "state.pt", "metrics.json", "config.yaml", "data.jsonl"
 HEADS_FOLDER, FEATURES_FOLDER, LOGS_FOLDER = "heads", "features", "logs"
 # What may be there before the first checkpoint is.
-_BEFORE_STATE = {FEATURES_FOLDER, LOGS_FOLDER, CONFIG_FILE, DATA_FILE}
+_BEFORE_STATE = {FEATURES_FOLDER, LOGS_FOLDER, CONFIG_FILE, DATA_FILE, f"{STATE_FILE}.tmp"}
+# How a run is told to stop: by its user, and by what schedules jobs.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Training was stopped with Ctrl-C; the message says what was kept and how to go on."""
+    """Training was stopped with Ctrl-C or SIGTERM; the message says what was kept and how to go on."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -56,11 +58,13 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
     present = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if STATE_FILE in present and not (resume or overwrite):
         raise FileExistsError(
-            f"{out} holds a training run; resume=True goes on with it and overwrite=True starts again"
+            f"{out} holds a training run; resume=True (--resume) goes on with it and overwrite=True (--overwrite) "
+            "starts again"
         )
     if out.exists() and STATE_FILE not in present and present - _BEFORE_STATE and not overwrite:
         raise FileExistsError(
-            f"{out} exists and is not a training run that can be resumed; give another folder, or overwrite=True"
+            f"{out} exists and is not a training run that can be resumed; give another folder, or overwrite=True "
+            "(--overwrite)"
         )
 
 
@@ -81,13 +85,13 @@ def read_state(path: Path, config: Mapping[str, object]) -> dict[str, Any] | Non
         written = state["config"]
     except Exception as error:  # torch.load raises whatever the damage leads to
         raise ValueError(
-            f"{path} is not a checkpoint that can be resumed ({error}); start again with overwrite=True"
+            f"{path} is not a checkpoint that can be resumed ({error}); start again with overwrite=True (--overwrite)"
         ) from error
     for field, value in config.items():
         if written.get(field) != value:
             raise ValueError(
                 f"{path} was begun with {field}={written.get(field)!r}, not {value!r}; give the same config to "
-                "resume, or overwrite=True to start again"
+                "resume, or overwrite=True (--overwrite) to start again"
             )
     return state
 
@@ -131,7 +135,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class HeldInterrupt:
-    """Ctrl-C, made to wait while `held`: a step that is cut in two would leave weights and optimiser apart.
+    """Ctrl-C and SIGTERM, made to wait while `held`: a step that is cut in two would leave weights and optimiser apart.
+
+    SIGTERM, with which schedulers announce that they will kill, becomes a KeyboardInterrupt as Ctrl-C does.
 
     Signals can be redirected in the main thread only; elsewhere Python never raises KeyboardInterrupt anyway.
 
@@ -142,20 +148,21 @@ class HeldInterrupt:
     def __init__(self) -> None:
         self.pending = False
         self._holding = 0
-        self._former: Callable[[int, FrameType | None], Any] | int | signal.Handlers | None = None
+        self._former: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._former = signal.signal(signal.SIGINT, self._handle)
+            self._former = {number: signal.signal(number, self._handle) for number in _SIGNALS}
 
     def __exit__(self, *_: object) -> None:
-        if self._former is not None:
-            signal.signal(signal.SIGINT, self._former)
-            self._former = None
+        for number, handler in self._former.items():
+            # None: it was not set from Python, and cannot be set back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._former = {}
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Make Ctrl-C wait; what is held within what is held waits for the outermost."""
+        """Make them wait; what is held within what is held waits for the outermost."""
         self._holding += 1
         try:
             yield

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from rich.console import Console
@@ -74,7 +75,7 @@ def train(
         ValueError: nothing to learn from; a target in training mode; or `out` was begun with another config, other
             data, another target or a tokenizer that ends texts otherwise.
         OSError: a file cannot be written; the last checkpoint is untouched.
-        TrainingInterrupted: Ctrl-C; a checkpoint was written.
+        TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was written.
         TrainingDiverged: a loss that is not finite.
     """
     out = Path(out)
@@ -133,10 +134,12 @@ def build_learner(
 
     Raises:
         ValueError: the draft vocabulary cannot hold what ends a text; other weights than depths; what the method
-            refuses.
+            refuses, or a precision in which it cannot be trained.
+        ImportError: the method needs a library that is not there.
     """
     from treedec.training.learners import LEARNERS
 
+    config.autocast_dtype(model.dtype)
     vocab = model.get_output_embeddings().weight.shape[0]
     written = response_tokens(corpus, packs, range(packs.train))
     draft_ids = draft_vocabulary(written, vocab, min(config.draft_vocab_size, vocab), eos_ids(model, tokenizer))
@@ -150,6 +153,12 @@ def build_learner(
             f"{learner.depths} depths; give one for each"
         )
     return learner.to(model.device)
+
+
+def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: TrainConfig) -> None:
+    """Raise what `build_learner` does, whatever the data: before any is written for hours."""
+    nothing = Corpus(np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64), np.zeros((0, 3), dtype=np.int64))
+    build_learner(model, tokenizer, nothing, Packs((), 0, 0), config)
 
 
 def _features(
@@ -187,12 +196,12 @@ def _check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any], learn
         if _plain(saved["identity"].get(field)) != _plain(value):
             raise ValueError(
                 f"{out / STATE_FILE} was trained on something else: its {field} differs from what was given; give the "
-                "same data and target, or overwrite=True"
+                "same data and target, or overwrite=True (--overwrite)"
             )
     if not torch.equal(saved["draft_ids"], learner.draft_ids.cpu()):
         raise ValueError(
             f"{out / STATE_FILE} has heads that draft other tokens (its draft_ids) than data and tokenizer call for "
-            "now; give the tokenizer it was begun with, or overwrite=True"
+            "now; give the tokenizer it was begun with, or overwrite=True (--overwrite)"
         )
 
 

@@ -17,6 +17,22 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+class _Bookkeeping:
+    """What layers need to know of their cache. Did they hold the cache itself, the two would refer to each other, and
+    keys and values would outlive their last use until the garbage collector runs, which does not see their size.
+
+    Attributes:
+        capacity, allocated, rows, slots, lengths, high_water: as in `SlotCache`.
+    """
+
+    def __init__(self, batch: int, capacity: int, allocated: int, device: torch.device):
+        self.capacity, self.allocated = capacity, allocated
+        self.rows = torch.arange(batch, device=device)[:, None]
+        self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)
+        self.lengths = [0] * batch
+        self.high_water = 0
+
+
 class SlotLayer(CacheLayerMixin):
     """One layer's key and value buffers, `[B, n_kv, capacity, d]`, allocated at the first update."""
 
@@ -24,19 +40,19 @@ class SlotLayer(CacheLayerMixin):
     keys: Tensor  # None before the first update, which nothing reads; the base class says `Tensor | None`
     values: Tensor
 
-    def __init__(self, owner: SlotCache):
+    def __init__(self, books: _Bookkeeping):
         super().__init__()
-        self._owner = owner
+        self._books = books
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlotLayer:
         # Models that run some layers several times (dory) extend the cache with copies of those layers, before the
         # first update. Their keys go to the same slots.
-        return SlotLayer(self._owner)
+        return SlotLayer(self._books)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # One slot more than is ever handed out: were the buffer exactly as long as the mask in the first compiled pass,
         # the compiler would take the two lengths for one and compile again when they part.
-        slots = self._owner.allocated + 1
+        slots = self._books.allocated + 1
         # Zeros, not empty: a masked slot still takes part in `0 · value`, and uninitialised memory may hold NaN.
         self.keys = key_states.new_zeros(*key_states.shape[:2], slots, key_states.shape[-1])
         self.values = value_states.new_zeros(*value_states.shape[:2], slots, value_states.shape[-1])
@@ -48,10 +64,10 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         # Indexed assignment, not scatter_, which on the CPU copies the whole buffer first (8 times slower at 256 rows).
-        rows, slots = self._owner.rows, self._owner.slots
+        rows, slots = self._books.rows, self._books.slots
         self.keys[rows, :, slots] = key_states.transpose(1, 2)
         self.values[rows, :, slots] = value_states.transpose(1, 2)
-        high = self._owner.high_water
+        high = self._books.high_water
         return self.keys[:, :, :high], self.values[:, :, :high]
 
     def grow(self, slots: int) -> None:
@@ -61,13 +77,13 @@ class SlotLayer(CacheLayerMixin):
             self.values = functional.pad(self.values, (0, 0, 0, slots))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner.high_water, 0
+        return self._books.high_water, 0
 
     def get_seq_length(self) -> int:
-        return max(self._owner.lengths)
+        return max(self._books.lengths)
 
     def get_max_length(self) -> int:
-        return self._owner.capacity
+        return self._books.capacity
 
 
 class SlotCache(Cache):
@@ -101,16 +117,36 @@ class SlotCache(Cache):
         granularity: int = 64,
         at_once: int = 4096,
     ):
-        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
-        self.capacity = capacity
+        self._books = _Bookkeeping(batch, capacity, min(capacity, at_once), device)
+        super().__init__(layers=[SlotLayer(self._books) for _ in range(layers)])
         self.granularity = granularity
-        self.allocated = min(capacity, at_once)
         self.visible = torch.zeros(batch, self.allocated, dtype=torch.bool, device=device)
         self.positions = torch.zeros(batch, self.allocated, dtype=torch.long, device=device)
-        self.slots = self.flight = torch.zeros(batch, 0, dtype=torch.long, device=device)
-        self.rows = torch.arange(batch, device=device)[:, None]
-        self.lengths = [0] * batch
-        self.high_water = 0
+        self.flight = self.slots
+
+    @property
+    def capacity(self) -> int:
+        return self._books.capacity
+
+    @property
+    def allocated(self) -> int:
+        return self._books.allocated
+
+    @property
+    def rows(self) -> Tensor:
+        return self._books.rows
+
+    @property
+    def slots(self) -> Tensor:
+        return self._books.slots
+
+    @property
+    def lengths(self) -> list[int]:
+        return self._books.lengths
+
+    @property
+    def high_water(self) -> int:
+        return self._books.high_water
 
     @property
     def free(self) -> int:
@@ -138,12 +174,12 @@ class SlotCache(Cache):
         near = self.visible[:, : max(self.lengths) + nodes]
         order = torch.argsort(near.to(torch.uint8), dim=1, stable=True)
         self.flight = order[:, :nodes]
-        self.slots = order[:, keep:nodes].clone(
+        self._books.slots = order[:, keep:nodes].clone(
             memory_format=torch.contiguous_format
         )  # a view would carry the cache's length into the compiled pass
         self.positions.scatter_(1, self.slots, positions)
         used = max(max(self.lengths) + nodes, self.high_water)
-        self.high_water = min(-(-used // self.granularity) * self.granularity, self.allocated)
+        self._books.high_water = min(-(-used // self.granularity) * self.granularity, self.allocated)
 
     def _grow(self, needed: int) -> None:
         more = min(self.capacity, max(needed, 2 * self.allocated)) - self.allocated
@@ -151,7 +187,7 @@ class SlotCache(Cache):
         self.positions = functional.pad(self.positions, (0, more))
         for layer in self.layers:
             cast(SlotLayer, layer).grow(more)
-        self.allocated += more
+        self._books.allocated += more
 
     def commit(self, accepted: Tensor) -> None:
         """Make the accepted nodes of the pass in flight visible to all later passes.
@@ -161,7 +197,9 @@ class SlotCache(Cache):
         """
         # The slots of a pass are free and distinct, so this neither hides a visible slot nor writes one twice.
         self.visible.scatter_(1, self.slots[:, : accepted.shape[1]], accepted.to(self.visible.device))
-        self.lengths = [length + count for length, count in zip(self.lengths, accepted.sum(1).tolist(), strict=True)]
+        self._books.lengths = [
+            length + count for length, count in zip(self.lengths, accepted.sum(1).tolist(), strict=True)
+        ]
 
     def erase(self) -> None:
         """Zero the slots of the pass in flight, so that what it wrote has no part in any later one."""
@@ -174,7 +212,7 @@ class SlotCache(Cache):
         """Hide committed tokens at positions `>= lengths[b]` (for drafters that drafted past what was accepted)."""
         limits = torch.tensor(lengths, device=self.visible.device)[:, None]
         self.visible &= self.positions < limits
-        self.lengths = [min(length, limit) for length, limit in zip(self.lengths, lengths, strict=True)]
+        self._books.lengths = [min(length, limit) for length, limit in zip(self.lengths, lengths, strict=True)]
 
     def visible_states(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
         """Committed keys and values of one row in position order, each `[n_kv, length, d]` (for inspection)."""

@@ -1,5 +1,8 @@
 """SlotCache: who gets which slot, and that what is visible is what a fresh prefill would have cached (A13)."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from kit import (
@@ -166,3 +169,18 @@ def test_a_tree_that_is_drafted_level_by_level_keeps_the_slots_of_its_earlier_le
     assert cache.layers[0].keys[0, 0, :6, 0].tolist() == [10, 20, 12, 21, 30, 31]
     write(cache, [[2]], keys=[[40]])
     assert cache.slots.tolist() == [[1]] and keys(cache) == [10, 12]
+
+
+def test_keys_and_values_are_freed_with_their_cache():
+    """Not when the garbage collector comes by, which does not see how large they are."""
+    cache = SlotCache(2, 1, 8, torch.device("cpu"))
+    cache.reserve(torch.tensor([[0, 1]]))
+    for layer in range(2):
+        cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), layer)
+    buffers = [weakref.ref(tensor) for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    gc.disable()
+    try:
+        del cache, layer
+        assert len(buffers) == 4 and not any(buffer() is not None for buffer in buffers)
+    finally:
+        gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import io
@@ -373,6 +374,73 @@ def test_one_command_makes_data_and_heads_and_goes_on(run, folder, tmp_path, mon
     assert code == 0, err
     assert "mean accepted length" in text and (out / "data.jsonl").read_bytes() == data
     assert run("generate", "abc", "--target", folder, "--drafter", out / "heads")[0] == 0
+
+
+def test_the_target_writes_nothing_for_a_method_that_cannot_be_trained(run, folder, tmp_path, monkeypatch):
+    """Hours of writing would be followed by one line."""
+    file, out = tmp_path / "run.yaml", tmp_path / "run"
+    file.write_text("depth_weights: [1.0]\n")
+    code, _, err = run("train", "--target", folder, "--out", out, "--config", file)
+    assert code == 2 and "depth_weights has 1 weights" in one_line(err)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    code, _, err = run("train", "--target", folder, "--out", out, "--method", "medusa2")
+    assert code == 2 and "pip install treedec[train]" in one_line(err)
+    assert not out.exists()
+
+
+def test_what_the_target_wrote_is_kept_and_read_as_far_as_asked(run, folder, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setattr(train_command, "_OWN_LENGTH", 96)
+    training = ["train", "--target", folder, "--out", out, "--option", "heads=2", "--epochs", 1, "--json", "--tokens"]
+    code, text, err = run(*training, 15_000)
+    assert code == 0, err
+    first, data = json.loads(text), (out / "data.jsonl").read_bytes()
+    code, _, err = run(*training, 30_000)
+    assert code == 2 and "begun with fewer tokens" in one_line(err)
+    assert (out / "data.jsonl").read_bytes() == data
+    code, text, err = run(*training, 30_000, "--overwrite")
+    assert code == 0, err
+    more = (out / "data.jsonl").read_bytes()
+    assert more.startswith(data) and json.loads(text)["positions"] > 1.5 * first["positions"]
+    code, text, err = run(*training, 15_000, "--overwrite")
+    again = json.loads(text)
+    assert {**first, "seconds": 0} == {**again, "seconds": 0} and (out / "data.jsonl").read_bytes() == more
+    code, _, err = run(*training, 15_000, "--seed", 1)
+    assert code == 2 and "or --overwrite to start again" in one_line(err)
+    (out / "data.jsonl").write_text('{"mine": 1}\n')
+    code, _, err = run(*training, 15_000, "--overwrite")
+    assert code == 2 and (out / "data.jsonl").read_text() == '{"mine": 1}\n', "it was not written here"
+
+
+def test_each_process_loads_its_target_where_it_fits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert train_command._own_device(None, sharded=False) is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert train_command._own_device(None, sharded=False) == "cuda:1"
+    assert train_command._own_device(None, sharded=True) == "cpu"
+    assert train_command._own_device("cuda:0", sharded=True) == "cuda:0"
+
+
+def test_several_processes_are_told_to_bring_data_before_anything_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_command, "load", lambda *arguments: pytest.fail("the model was loaded"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run("train", "--out", tmp_path / "run")
+    assert code == 2 and "several processes need --data" in one_line(err)
+
+
+def test_a_full_disk_is_told_in_one_line(run, folder, tmp_path, monkeypatch):
+    def full(*arguments, **more):
+        raise OSError(errno.ENOSPC, "state.pt cannot be written (No space left on device): make room")
+
+    monkeypatch.setattr(trainer, "train", full)
+    (tmp_path / "data.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3], "responses": [[0, 3]]}) + "\n")
+    code, _, err = run("train", "--target", folder, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "run")
+    assert code == 2 and "state.pt cannot be written" in one_line(err)
+
+
+def test_numbers_of_options_are_those_of_yaml_files():
+    assert train_command._options(["noise=1e-3", "layers=[1, 2]"]) == {"noise": 1e-3, "layers": [1, 2]}
 
 
 def test_a_yaml_file_configures_a_run_and_options_count_instead(run, folder, tmp_path, monkeypatch):

@@ -39,6 +39,8 @@ BAD = [
     {"features": "imagined"},
     {"max_feature_bytes": 0},
     {"shard_target": True},
+    {"shard_target": True, "features": "online", "method": "medusa2"},
+    {"shard_target": True, "features": "online", "method": "draft-model"},
     {"holdout": 0.0},
     {"holdout": 1.0},
     {"seed": -1},
@@ -145,3 +147,17 @@ def test_only_for_bfloat16_targets_are_products_in_16_bits_unless_asked():
     assert config.autocast_dtype(torch.float16) is config.autocast_dtype(torch.float32) is None
     assert replace(config, precision="fp16").autocast_dtype(torch.float32) == torch.float16
     assert replace(config, precision="no").autocast_dtype(torch.bfloat16) is None
+
+
+def test_only_what_copies_the_target_cannot_be_trained_on_a_sharded_one():
+    for method, options in (("eagle3", {}), ("draft-model", {"model": "folder"})):
+        assert TrainConfig(method=method, options=options, shard_target=True, features="online").shard_target
+
+
+def test_gradients_do_not_pass_through_a_float16_target_without_loss_scaling():
+    config = TrainConfig(method="medusa2")
+    assert config.autocast_dtype(torch.float16) == torch.float16
+    assert config.autocast_dtype(torch.bfloat16) == torch.bfloat16 and config.autocast_dtype(torch.float32) is None
+    for precision in ("no", "bf16"):
+        with pytest.raises(ValueError, match="gradients of medusa2 vanish in a float16 target"):
+            replace(config, precision=precision).autocast_dtype(torch.float16)

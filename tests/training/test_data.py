@@ -620,7 +620,7 @@ def test_conversations_are_cut(tmp_path):
     assert corpus.tokens.tolist() == [5, 6, 7, 3, 2, 1, 1, 1, 1]
     assert corpus.responses.tolist() == [[0, 1, 3], [1, 0, 1], [1, 2, 3], [2, 0, 2]]
     with pytest.raises(
-        ValueError, match="line 1: its 5 tokens are beyond the target's context of 4; `max_length` cuts"
+        ValueError, match=r"line 1: its 5 tokens are beyond the target's context of 4; `max_length` .* cuts"
     ):
         read(path, context_length=4)
     assert len(read(path, context_length=9)) == 3

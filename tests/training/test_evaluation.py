@@ -39,19 +39,20 @@ class Known(Learner):
 
     method, depths = "known", 2
 
-    def __init__(self, offset=1, wrong=0):
+    def __init__(self, offset=1, wrong=0, unlabelled=0, deeper=0):
         super().__init__()
         self.offset, self.wrong, self.draft_ids = offset, wrong, torch.arange(23)
+        self.unlabelled, self.deeper = unlabelled, deeper
         self.depths = 2 if offset else 1
 
     def forward(self, batch: Batch) -> Losses:
         assert not self.training
         counts = torch.stack([batch.supervised(self.offset + depth).sum() for depth in range(self.depths)])
         sums = counts * torch.tensor([2.0, 4.0])[: self.depths]
-        return Losses(sums, counts // 2, counts, extra=counts[0] * 0.5)
+        return Losses(sums, counts // 2, counts - self.unlabelled, extra=counts[0] * 0.5)
 
     def ranks(self, batch: Batch, top: int) -> torch.Tensor:
-        ranks = torch.zeros(self.depths, *batch.input_ids.shape, dtype=torch.long)
+        ranks = torch.zeros(self.depths + self.deeper, *batch.input_ids.shape, dtype=torch.long)
         ranks[-1] = min(self.wrong, top)
         return ranks
 
@@ -89,6 +90,19 @@ def test_ranks_are_told_apart(evaluator):
     assert measured["accepted_length"] == 2.0, "the tree follows the third guess"
     assert evaluator.measure(Known(wrong=99))["top8"] == [1.0, 0.0]
     assert evaluator.measure(Known(wrong=99))["accepted_length"] == (4 + 2 + 4) / (2 + 1 + 2)
+
+
+def test_labels_that_cannot_be_drafted_are_misses(evaluator):
+    """Or heads with hard labels would seem the better, the fewer tokens they can draft."""
+    measured = evaluator.measure(Known(unlabelled=1))
+    assert measured["counts"] == [10 - 2, 7 - 2] and measured["loss"] == [20 / 8, 28 / 5]
+    assert measured["top1"] == [1.0, 1.0] and measured["extra"] == 0.5
+
+
+def test_heads_that_draft_deeper_than_they_were_trained_to_accept_more(evaluator):
+    assert evaluator.measure(Known())["accepted_length"] == (4 + 2 + 4) / (2 + 1 + 2)
+    measured = evaluator.measure(Known(deeper=1))
+    assert measured["accepted_length"] == (4 + 2 + 4) / (1 + 1 + 1) and len(measured["top1"]) == 2
 
 
 def test_a_draft_model_drafts_a_chain_of_first_choices(evaluator):

@@ -29,8 +29,8 @@ OPTIONS = {
     "hydra-prefix": ("hydra", HydraOptions(heads=DEPTHS, prefix=True)),
     "recurrent": ("recurrent", RecurrentOptions(depths=DEPTHS)),
     "recurrent-narrow": ("recurrent", RecurrentOptions(depths=DEPTHS, state_size=16, inner_size=24, layers=())),
-    "eagle": ("eagle", EagleOptions()),
-    "eagle-unrolled": ("eagle", EagleOptions(depths=DEPTHS, noise=0.0, intermediate_size=48)),
+    "eagle": ("eagle", EagleOptions(regression=0.3)),
+    "eagle-unrolled": ("eagle", EagleOptions(depths=DEPTHS, noise=0.0, regression=0.3, intermediate_size=48)),
     "eagle3": ("eagle3", Eagle3Options(depths=DEPTHS)),
     "eagle3-normed": ("eagle3", Eagle3Options(depths=DEPTHS, norm_before_residual=True, fc_norm=True, layers=(1,))),
 }
@@ -363,12 +363,24 @@ def test_eagle_1_is_also_drawn_to_the_true_features():
     outputs, distance = learner.unroll(batch, rows)[0], 0.0
     for output, row in zip(outputs, rows.tolist(), strict=True):
         distance += F.smooth_l1_loss(output, batch.hidden.flatten(0, 1)[row + 1], reduction="sum").item()
-    assert losses.extra.item() == pytest.approx(0.02 * distance, rel=1e-12) and distance > 1
+    width = outputs.shape[1]
+    assert losses.extra.item() == pytest.approx(0.3 / width * distance, rel=1e-12) and distance > 1
     (gradient,) = torch.autograd.grad(losses.extra, [learner.heads.fc.weight], retain_graph=True)
     assert gradient.any()
     without = LEARNERS["eagle"].build(model, replace(OPTIONS["eagle-unrolled"][1], regression=0.0), EVERY)
     without.load_state_dict(learner.state_dict())
     assert without(batch).extra is None and torch.equal(without(batch).sums, losses.sums)
+
+
+def test_eagle_is_measured_as_deep_as_it_drafts():
+    model = tiny_model()
+    learner = generic(build("eagle", model)).eval()
+    deep = LEARNERS["eagle"].build(model, EagleOptions(depths=5), EVERY).eval()
+    deep.load_state_dict(learner.state_dict())
+    batch = random_batch(model, ())
+    ranks = learner.ranks(batch, VOCAB)
+    assert learner.depths == 1 and len(ranks) == 5 and torch.equal(ranks, deep.ranks(batch, VOCAB))
+    assert len(learner.unroll(batch, learner.rows(batch))) == 1
 
 
 def test_noise_blurs_the_features_in_training_only():

@@ -156,20 +156,27 @@ def test_tables_are_files(datasets, tmp_path):
         assert prompts[1].place == f"{tmp_path / name}, row 2"
 
 
+def test_a_saved_data_set_is_a_folder(datasets, tmp_path):
+    datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(tmp_path / "saved")
+    assert [prompt.place for prompt in PromptSource(tmp_path / "saved")] == [
+        f"{tmp_path / 'saved'}, split 'train', row 1"
+    ]
+
+
 def test_a_name_may_have_a_configuration(datasets, monkeypatch):
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda **where: asked.append(where) or [{"prompt": "a"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, **how: asked.append((*name, how)) or [{"prompt": "a"}])
     assert len(list(PromptSource("owner/name:config", "test"))) == len(list(PromptSource("name"))) == 1
     assert asked == [
-        {"path": "owner/name", "name": "config", "split": "test", "streaming": True},
-        {"path": "name", "name": None, "split": "train", "streaming": True},
+        ("owner/name", "config", {"split": "test", "streaming": True}),
+        ("name", None, {"split": "train", "streaming": True}),
     ]
 
 
 def test_a_data_set_that_cannot_be_read_is_named(datasets, tmp_path, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ValueError, match=r"empty' cannot be read as a data set: ."):
+    with pytest.raises(ValueError, match="empty: a folder without files"):
         list(PromptSource(empty))
     importing = builtins.__import__
 
@@ -179,7 +186,7 @@ def test_a_data_set_that_cannot_be_read_is_named(datasets, tmp_path, monkeypatch
         return importing(name, *arguments, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match="empty' is read as a data set: `pip install"):
+    with pytest.raises(ValueError, match="empty: only the `datasets` library reads this: run `pip install"):
         list(PromptSource(empty))
 
 

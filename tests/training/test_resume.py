@@ -134,10 +134,32 @@ def test_ctrl_c_during_capture_says_so_and_goes_on(tmp_path, monkeypatch):
     assert run(tmp_path / "out")["steps"] == STEPS
 
 
-def test_ctrl_c_works_as_before_afterwards(tmp_path):
-    handler = signal.getsignal(signal.SIGINT)
+def test_what_a_scheduler_sends_stops_a_run_as_ctrl_c_does(tmp_path, monkeypatch, finished):
+    def terminated(losses):
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, "it would end the tests"
+        os.kill(os.getpid(), signal.SIGTERM)
+        return losses
+
+    with monkeypatch.context() as patch:
+        at_training_step(patch, 5, terminated)
+        with pytest.raises(TrainingInterrupted, match=r"after step 5 of 10.*state\.pt"):
+            run(tmp_path / "cut")
+    assert state_of(tmp_path / "cut")["step"] == 5
+    run(tmp_path / "cut")
+    assert_same(state_of(tmp_path / "cut"), state_of(finished))
+
+
+def test_signals_work_as_before_afterwards(tmp_path):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     run(tmp_path / "out")
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_kill_during_the_first_checkpoint_can_be_resumed(tmp_path):
+    """What it was writing lies beside the features."""
+    (tmp_path / "features").mkdir()
+    (tmp_path / "state.pt.tmp").write_bytes(b"half a checkpoint")
+    assert run(tmp_path)["steps"] == STEPS
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):

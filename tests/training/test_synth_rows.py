@@ -71,3 +71,11 @@ def test_rows_have_temperatures_and_bans_of_their_own():
 )  # fmt: skip
 def test_passes_are_as_wide_as_they_can_be_filled(unread, width):
     assert _width(unread) == width
+
+
+class Letter(Fixed):
+    """Ends with the first token that is written."""
+
+    def push(self, token):
+        self.tokens.append(token)
+        self.done = True

@@ -94,12 +94,14 @@ class RecurrentOptions:
     depths: tokens ahead it is trained on; it can draft deeper.
     state_size, inner_size: as in `RecurrentConfig`; None for the target's width and twice as much.
     layers: hidden states it reads besides the LM-head input; None for a low, a middle and a high one.
+    norm_features: as in `RecurrentConfig`.
     """
 
     depths: int = 5
     state_size: int | None = None
     inner_size: int | None = None
     layers: tuple[int, ...] | None = None
+    norm_features: bool = True
 
 
 class RecurrentLearner(HeadLearner):
@@ -120,6 +122,7 @@ class RecurrentLearner(HeadLearner):
             options.inner_size or 2 * state,
             len(draft_ids),
             default_layers(model) if options.layers is None else tuple(options.layers),
+            options.norm_features,
         )
         learner = cls(RecurrentHead(config, draft_ids), model, options.depths, labels, embeddings=True)
         learner.layers = config.features

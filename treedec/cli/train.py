@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from enum import StrEnum
@@ -149,16 +150,21 @@ def train(
         "checkpoint_every": checkpoint_every,
     }
     settings = _settings(config, {name: value for name, value in given.items() if value is not None})
+    if data is None and _processes() > 1:
+        raise ValueError("several processes need --data; let one process write it first: `treedec synth`")
+    if data is None and dry_run:
+        raise ValueError("--dry-run needs --data; `treedec synth --out data.jsonl` writes some")
     if not dry_run:
         runs.check_folder(out, resume, overwrite)  # before anything is computed
-    model, tokenizer = load(target, dtype, _own_device(device))
+    model, tokenizer = load(target, dtype, _own_device(device, settings.shard_target))
     started = time.perf_counter()
     console = Console(stderr=True)
     try:
         if data is None:
-            if dry_run:
-                raise ValueError("--dry-run needs --data; `treedec synth --out data.jsonl` writes some")
-            data = _own_text(model, tokenizer, out, tokens or _OWN_TOKENS, settings.seed, overwrite, console)
+            tokens = _OWN_TOKENS if tokens is None else tokens
+            trainer.check(model, tokenizer, settings)
+            data = _own_text(model, tokenizer, out, tokens, settings.seed, overwrite, console)
+            reading = {"max_tokens": tokens}  # there may be more, from another run in this folder
         corpus = _corpus(data, model, tokenizer, reading)
         if dry_run:
             planned = plan(model, corpus, settings, _processes(), tokenizer)
@@ -169,7 +175,8 @@ def train(
         )
     except runs.TrainingInterrupted as error:
         raise Interrupted(str(error)) from error
-    except runs.TrainingDiverged as error:
+    # A full disk, and a library that only some methods need, are for the user to mend as well.
+    except (runs.TrainingDiverged, OSError, ImportError) as error:
         raise ValueError(str(error)) from error
     if os.environ.get("RANK", "0") != "0":
         return  # one of several processes speaks
@@ -183,6 +190,8 @@ def train(
         f"({'none of it greedy' if greedy is None else f'{greedy:.2f} where it is greedy'}; simulated, "
         f"{settings.eval_nodes} nodes)"
     )
+    if (folder / "adapter").is_dir():
+        print(f"these heads draft for the target with {folder / 'adapter'} merged into it: see docs/training.md")
 
 
 def _settings(path: Path | None, given: dict[str, Any]) -> TrainConfig:
@@ -195,13 +204,15 @@ def _options(pairs: Sequence[str]) -> dict[str, Any]:
     """`NAME=VALUE` pairs; values as in YAML, so that 3, 0.5, true and [2, 15, 27] are what they look like."""
     import yaml
 
+    from treedec.training.config import Loader
+
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not name or not equals:
             raise ValueError(f"--option takes NAME=VALUE, not {pair!r}")
         try:
-            options[name] = yaml.safe_load(value)
+            options[name] = yaml.load(value, Loader)
         except yaml.YAMLError:
             raise ValueError(f"--option {name}: {value!r} is no value") from None
     return options
@@ -216,20 +227,46 @@ def _own_text(
     overwrite: bool,
     console: Console,
 ) -> str:
-    """A file of conversations that the target has written, finished if it was begun."""
-    from treedec.training.runs import DATA_FILE
-    from treedec.training.synth import SynthConfig, synthesize
+    """A file of conversations that the target has written, finished if it was begun.
 
-    path = out / DATA_FILE
-    if _processes() > 1:
-        raise ValueError("several processes need --data; let one process write it first: `treedec synth`")
-    if overwrite:
-        path.unlink(missing_ok=True)
+    Whatever is there and fits is kept, also to start a run again: it would be written as it is.
+    """
+    from treedec.training.runs import DATA_FILE, STATE_FILE
+    from treedec.training.synth import SynthConfig, Synthesizer, synthesize
+
+    path, config = out / DATA_FILE, SynthConfig(tokens=tokens, length=_OWN_LENGTH, seed=seed)
+    held = _held(path, Synthesizer(model, tokenizer, config).origin, overwrite)
+    if (out / STATE_FILE).exists() and not overwrite and held is not None and held < tokens:
+        raise ValueError(
+            f"the run in {out} was begun with fewer tokens: {path} holds {held}, not {tokens}; give the --tokens of "
+            "that run, or --overwrite to start again with more"
+        )
     try:
-        synthesize(model, tokenizer, path, SynthConfig(tokens=tokens, length=_OWN_LENGTH, seed=seed), console=console)
+        synthesize(model, tokenizer, path, config, console=console)
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted; {path} keeps all whole batches: run the same again to go on") from error
     return str(path)
+
+
+def _held(path: Path, origin: str, overwrite: bool) -> int | None:
+    """How many tokens of an origin a file holds, None where there is none; to overwrite, one of another is removed.
+
+    Raises:
+        ValueError: it holds something else, and is not to be overwritten or was not written here.
+    """
+    from treedec.training.synth_file import BatchFile
+
+    if not path.exists():
+        return None
+    try:
+        return BatchFile(path, origin).tokens
+    except ValueError as error:
+        with path.open("rb") as file:
+            ours = re.match(rb'{"origin": "[0-9a-f]{16}", ', file.read(64)) is not None
+        if not (ours and overwrite):
+            raise ValueError(f"{error}{', or --overwrite to start again' if ours else ''}") from error
+    path.unlink()
+    return None
 
 
 def _corpus(data: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reading: dict[str, Any]) -> Corpus:
@@ -245,10 +282,15 @@ def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _own_device(device: str | None) -> str | None:
-    """Each of several processes on a machine with GPUs has one of its own, unless the user says where."""
+def _own_device(device: str | None, sharded: bool) -> str | None:
+    """Each of several processes on a machine with GPUs has one of its own, unless the user says where.
+
+    A target that is to be sharded fits none of them as a whole: it waits in the memory of the CPU.
+    """
     import torch
 
+    if device is None and sharded:
+        return "cpu"
     if device is None and _processes() > 1 and torch.cuda.is_available():
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return device
