@@ -25,6 +25,7 @@ def config_of(**changes: Any) -> TrainConfig:
         "draft_vocab_size": 60,
         "epochs": 2,
         "pack_tokens": 80,
+        "learning_rate": 1e-3,
         "holdout": 0.2,
         "log_every": 2,
         "checkpoint_every": 3,

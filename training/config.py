@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import yaml
@@ -70,7 +70,7 @@ class TrainConfig:
         pack_tokens: tokens that are computed together, padding included; a longer conversation is computed alone.
         packs_per_step: packs that a step of the optimiser is made of, of all processes together, so that a run means
             the same on any number of them.
-        learning_rate: at the end of the warm-up.
+        learning_rate: at the end of the warm-up; None for what suits the method.
         schedule: what becomes of it from there: a half cosine or a line to zero, or nothing.
         warmup: fraction of the steps over which the learning rate rises.
         weight_decay: decoupled, on matrices only.
@@ -101,9 +101,9 @@ class TrainConfig:
     depth_weights: tuple[float, ...] | None = None
     epochs: int = 4
     max_steps: int | None = None
-    pack_tokens: int = 4096
+    pack_tokens: int = 2048
     packs_per_step: int = 1
-    learning_rate: float = 1e-3
+    learning_rate: float | None = None
     schedule: str = "cosine"
     warmup: float = 0.05
     weight_decay: float = 0.01
@@ -131,6 +131,8 @@ class TrainConfig:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.learning_rate is None:
+            object.__setattr__(self, "learning_rate", learner_type(self.method).learning_rate)
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, not {getattr(self, name)}")
@@ -228,12 +230,12 @@ class TrainConfig:
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """The learning rate of the `step`-th of `steps` steps, from 0: linear warm-up, then the schedule."""
-        warmup = round(self.warmup * steps)
+        peak, warmup = cast(float, self.learning_rate), round(self.warmup * steps)
         if step < warmup:
-            return self.learning_rate * (step + 1) / warmup
+            return peak * (step + 1) / warmup
         done = (step - warmup) / max(steps - warmup, 1)
         remaining = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
-        return self.learning_rate * remaining[self.schedule]
+        return peak * remaining[self.schedule]
 
 
 def learner_type(method: str) -> LearnerType:

@@ -327,7 +327,7 @@ def _optimizer(learner: Learner, config: TrainConfig) -> torch.optim.Optimizer:
         # Heads that are computed together keep their biases as one tensor, with more than one dimension.
         (plain if parameter.dim() < 2 or name.endswith("bias") else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0)  # set in each step
 
 
 def trained(learner: Learner) -> dict[str, torch.nn.Parameter]:

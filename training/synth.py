@@ -66,7 +66,7 @@ class SynthConfig:
     turns: int | None = None
     openings: tuple[str, ...] = OPENINGS
     opened: float = 0.75
-    question_temperature: float = 1.0
+    question_temperature: float = 0.8
     answer_temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
     seed: int = 0
 

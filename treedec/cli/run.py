@@ -12,8 +12,8 @@ import typer
 REFUSED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
-# What the library raises for mistakes of its caller. Its own exceptions derive from ValueError.
-_USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+# Mistakes of the caller, from which the library's own exceptions derive, and what a disk or a network refuses.
+_USER_ERRORS = (ValueError, OSError)
 # click's UsageError, or that of the copy of click inside newer versions of typer: every mistyped option is one.
 _UsageError: Any = typer.BadParameter.__base__
 

@@ -48,7 +48,7 @@ def synth(
         int | None, typer.Option(help="Most answers of a conversation.", show_default="as many as fit")
     ] = None,
     question_temperature: Annotated[
-        float | None, typer.Option(help="Temperature of the user turns.", show_default="1")
+        float | None, typer.Option(help="Temperature of the user turns.", show_default="0.8")
     ] = None,
     question_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of one question.", show_default="160")

@@ -64,7 +64,15 @@ def train(
     tokens: Annotated[
         int | None, typer.Option(help="Tokens that the target writes, without --data.", show_default="400000")
     ] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a data set.", show_default="train")] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="How samples look: tokens, messages, sharegpt or text.", show_default="what the first one has"
+        ),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Split of a data set; not for single files.", show_default="train")
+    ] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Cut conversations after so many tokens.", show_default="not at all")
     ] = None,
@@ -82,13 +90,14 @@ def train(
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.", show_default="4")] = None,
     max_steps: Annotated[int | None, typer.Option(help="End after so many steps.", show_default="none")] = None,
     pack_tokens: Annotated[
-        int | None, typer.Option(help="Tokens that are computed together.", show_default="4096")
+        int | None, typer.Option(help="Tokens that are computed together.", show_default="2048")
     ] = None,
     packs_per_step: Annotated[
         int | None, typer.Option(help="Packs per step, of all processes together.", show_default="1")
     ] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(help="After the warm-up; a cosine takes it to zero.", show_default="0.001")
+        float | None,
+        typer.Option(help="After the warm-up; a cosine takes it to zero.", show_default="what suits the method"),
     ] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.", show_default="an epoch")] = None,
     eval_nodes: Annotated[
@@ -119,7 +128,13 @@ def train(
     Without data, the target writes its own: the one command then does everything. On several processes: `accelerate
     launch --module treedec train …`, or torchrun, with data that is there.
     """
-    reading = {"split": split, "max_length": max_length, "max_tokens": max_tokens, "skip_bad": skip_bad or None}
+    reading = {
+        "format": format,
+        "split": split,
+        "max_length": max_length,
+        "max_tokens": max_tokens,
+        "skip_bad": skip_bad or None,
+    }
     reading = {name: value for name, value in reading.items() if value is not None}
     if data is None and reading:
         raise ValueError(f"--{next(iter(reading)).replace('_', '-')} is about --data, and there is none")
