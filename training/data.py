@@ -279,7 +279,7 @@ class _Encoder:
             if key not in sample:
                 raise BadSample(f"{key!r} is missing")
         if self.format == "tokens":
-            return _checked_tokens(sample["input_ids"], sample["responses"])
+            return checked_tokens(sample["input_ids"], sample["responses"])
         if self.format == "text":
             return self._text(sample["text"])
         return self._chat.encode(_messages(sample[_KEYS[self.format][0]]))
@@ -298,11 +298,16 @@ class _Encoder:
         return ids, [(0, len(ids))]
 
 
-def _checked_tokens(ids: object, responses: object) -> tuple[list[int], list[tuple[int, int]]]:
-    if not _is_list_of_ints(ids) or not ids:
+def checked_tokens(ids: object, responses: object) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids and spans of a sample as they are meant.
+
+    Raises:
+        BadSample: they are something else, or the spans do not ascend, overlap or leave the text.
+    """
+    if not is_list_of_ints(ids) or not ids:
         raise BadSample("input_ids must be a list of token ids, and not an empty one")
     ids = cast(list[int], ids)
-    if not isinstance(responses, list) or not all(_is_list_of_ints(span) and len(span) == 2 for span in responses):
+    if not isinstance(responses, list) or not all(is_list_of_ints(span) and len(span) == 2 for span in responses):
         raise BadSample("responses must be a list of [start, end] pairs of token positions")
     for start, end in responses:
         if not 0 <= start <= end <= len(ids):
@@ -313,7 +318,8 @@ def _checked_tokens(ids: object, responses: object) -> tuple[list[int], list[tup
     return ids, [(start, end) for start, end in responses]
 
 
-def _is_list_of_ints(value: object) -> bool:
+def is_list_of_ints(value: object) -> bool:
+    """Whether it is a list that holds nothing but integers."""
     return isinstance(value, list) and set(map(type, value)) <= {int}  # True and False are instances of int, too
 
 

@@ -27,10 +27,10 @@ from treedec.models import Fingerprint
 from treedec.target import Target
 from treedec.training.openings import OPENINGS
 from treedec.training.prompts import prompt_key
-from treedec.training.synth_file import BatchFile, Written, progress_bar, read_samples
+from treedec.training.synth_file import BatchFile, Written, progress_bar
 from treedec.training.synth_rows import Growing, grow, never_in_text, special_ids
 
-__all__ = ["SynthConfig", "Synthesizer", "TurnTemplate", "read_samples", "synthesize"]
+__all__ = ["SynthConfig", "Synthesizer", "TurnTemplate", "synthesize"]
 
 # Part of every origin: what a file holds besides what its settings say. 2: no question twice.
 _RULES = 2

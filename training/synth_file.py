@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from treedec.training.data import checked_tokens, is_list_of_ints
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class BatchFile:
     def _own(self, line: bytes, place: str, before: Sequence[int]) -> dict[str, Any]:
         """A line of this file, whose `batch` follows that of the line before."""
         try:
-            sample = parse_sample(line, place)
+            sample = _parse(line, place)
         except ValueError as error:
             raise ValueError(f"{error}; the file is left as it is: give another one") from error
         if (found := sample.get("origin")) != self.origin:
@@ -127,7 +128,7 @@ class BatchFile:
                 f"{found!r}, not {self.origin!r}); give what the file was begun with, or another file"
             )
         batch: Any = sample.get("batch")
-        follows = _is_list_of_ints(batch) and len(batch) == 3
+        follows = is_list_of_ints(batch) and len(batch) == 3
         if follows and before and before[1] + 1 < before[2]:
             follows = batch == [before[0], before[1] + 1, before[2]]
         elif follows:
@@ -140,45 +141,14 @@ class BatchFile:
         return sample
 
 
-def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The conversations of a JSONL file such as `synthesize` writes, each with at least two keys.
-
-    Yields:
-        Dicts with `input_ids`, a list of ints, and `responses`, a list of spans `[start, end)` in ascending order that
-        lie within the text and do not overlap. Other keys are passed on as they are.
-
-    Raises:
-        ValueError: a line is something else; names the file, the line and what is wrong.
-    """
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, 1):
-            yield parse_sample(line, f"{path}, line {number}")
-
-
-def parse_sample(line: bytes, place: str) -> dict[str, Any]:
+def _parse(line: bytes, place: str) -> dict[str, Any]:
     """One line of a data file, checked; `place` says where it is."""
     try:
-        sample = json.loads(line)
-        ids, responses = sample["input_ids"], sample["responses"]
+        sample: dict[str, Any] = json.loads(line)
+        checked_tokens(sample["input_ids"], sample["responses"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{place}: not a conversation with input_ids and responses ({error!r})") from error
-    if not _is_list_of_ints(ids):
-        raise ValueError(f"{place}: input_ids must be a list of token ids")
-    if not isinstance(responses, list) or not all(_is_list_of_ints(span) and len(span) == 2 for span in responses):
-        raise ValueError(f"{place}: responses must be a list of [start, end] pairs of token positions")
-    for start, end in responses:
-        if not 0 <= start <= end <= len(ids):
-            raise ValueError(f"{place}: the response [{start}, {end}) does not lie within its {len(ids)} tokens")
-    for (_, before), (start, end) in pairwise(responses):
-        if start < before:
-            raise ValueError(
-                f"{place}: the response [{start}, {end}) begins before the one that is listed before it has ended"
-            )
+        raise ValueError(f"{place}: not a conversation with input_ids and responses ({error})") from error
     return sample
-
-
-def _is_list_of_ints(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)  # True and False are ints, too
 
 
 def progress_bar(console: Console | None) -> Progress:

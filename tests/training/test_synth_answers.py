@@ -12,7 +12,7 @@ from letters import BEGIN, END, OTHER, QUIET, TEMPLATE, letters, tiny_model
 from treedec.training import synth_answers
 from treedec.training.prompts import BrokenPrompt, PromptSource
 from treedec.training.synth_answers import AnswerConfig, Answerer, ChatFormat, answer_prompts
-from treedec.training.synth_file import Written, read_samples
+from treedec.training.synth_file import Written
 
 SMALL = AnswerConfig(length=100, rows=3, answer_tokens=9, answer_temperatures=(0.0, 0.9), seed=3)
 
@@ -57,7 +57,7 @@ def written(model, tokenizer, prompt_file, tmp_path_factory):
     """The bytes of a whole file; its windows hold 24 and 2 conversations."""
     path = tmp_path_factory.mktemp("written") / "data.jsonl"
     report = answer_prompts(model, tokenizer, prompt_file, path, SMALL, console=QUIET)
-    assert report == Written(sum(len(sample["input_ids"]) for sample in read_samples(path)), len(PROMPTS))
+    assert report == Written(sum(len(sample["input_ids"]) for sample in _lines(path)), len(PROMPTS))
     return path.read_bytes()
 
 
@@ -150,10 +150,14 @@ def test_a_file_of_anything_else_is_left_as_it_is(model, tokenizer, tmp_path, pr
     assert path.read_bytes() == written
 
 
+def _lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def _answered(model, tokenizer, tmp_path, rows, **change):
     path = tmp_path / "data.jsonl"
     report = answer_prompts(model, tokenizer, rows, path, replace(SMALL, **change), console=QUIET)
-    return report, list(read_samples(path))
+    return report, _lines(path)
 
 
 def test_the_same_prompt_is_answered_once(model, tokenizer, tmp_path):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from treedec.training.synth_file import BatchFile, read_samples
+from treedec.training.synth_file import BatchFile
 
 ORIGIN = "0123456789abcdef"
 
@@ -22,7 +22,7 @@ def test_what_was_written_is_read_and_counted(tmp_path):
     file.append(1, [])
     file.append(2, _samples(5))
     assert (file.batches, file.conversations, file.tokens) == (3, 3, 12)
-    read = list(read_samples(path))
+    read = [json.loads(line) for line in path.read_text().splitlines()]
     assert [sample.pop("batch") for sample in read] == [[0, 0, 2], [0, 1, 2], [2, 0, 1]]
     assert {sample.pop("origin") for sample in read} == {ORIGIN}
     assert read == _samples(3, 4, 5)
@@ -78,39 +78,23 @@ def _line(input_ids, responses):
     return json.dumps({"input_ids": input_ids, "responses": responses}).encode()
 
 
-IDS = [5, 6, 7, 8, 9]
 MALFORMED = {
-    "not JSON": (b"{", "not a conversation"),
-    "not UTF-8": (b'{"input_ids": [1], "responses": [], "text": "\xe4"}', "not a conversation"),
-    "empty": (b"", "not a conversation"),
-    "a list": (b"[]", "not a conversation"),
-    "a string": (b'"input_ids responses"', "not a conversation"),
-    "no tokens": (b'{"responses": []}', "not a conversation.*input_ids"),
-    "no responses": (b'{"input_ids": [1]}', "not a conversation.*responses"),
-    "tokens are text": (_line("abc", []), "input_ids must be a list"),
-    "tokens are fractions": (_line([1, 2.0], []), "input_ids must be a list"),
-    "tokens are nested": (_line([IDS], []), "input_ids must be a list"),
-    "tokens are truths": (_line([1, True], []), "input_ids must be a list"),
-    "no tokens at all": (_line(None, []), "input_ids must be a list"),
-    "one flat response": (_line(IDS, [1, 3]), r"responses must be a list of \[start, end\] pairs"),
-    "responses are a dict": (_line(IDS, {}), "responses must be a list"),
-    "a triple": (_line(IDS, [[1, 2, 3]]), "responses must be a list"),
-    "fractions": (_line(IDS, [[1, 2.5]]), "responses must be a list"),
-    "null": (_line(IDS, [[1, None]]), "responses must be a list"),
-    "below zero": (_line(IDS, [[-1, 3]]), r"\[-1, 3\) does not lie within its 5 tokens"),
-    "beyond the end": (_line(IDS, [[0, 2], [3, 6]]), r"\[3, 6\) does not lie within its 5 tokens"),
-    "backwards": (_line(IDS, [[3, 1]]), r"\[3, 1\) does not lie within"),
-    "overlapping": (_line(IDS, [[0, 3], [2, 5]]), r"\[2, 5\) begins before the one"),
-    "not in order": (_line(IDS, [[3, 5], [0, 2]]), r"\[0, 2\) begins before the one"),
+    "not JSON": b"{",
+    "not UTF-8": b'{"input_ids": [1], "responses": [], "text": "\xe4"}',
+    "empty": b"",
+    "a list": b"[]",
+    "a string": b'"input_ids responses"',
+    "no tokens": b'{"responses": []}',
+    "no responses": b'{"input_ids": [1]}',
+    "tokens are text": _line("abc", []),
+    "a response beyond the end": _line([5, 6], [[0, 3]]),
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_line_is_named(tmp_path, name):
-    line, message = MALFORMED[name]
     path = tmp_path / "data.jsonl"
-    path.write_bytes(_line(IDS, [[0, 2], [2, 5]]) + b"\n" + line + b"\n")
-    samples = read_samples(path)
-    assert next(samples)["responses"] == [[0, 2], [2, 5]]
-    with pytest.raises(ValueError, match=rf"data\.jsonl, line 2: .*{message}"):
-        next(samples)
+    path.write_bytes(MALFORMED[name] + b"\n")
+    with pytest.raises(ValueError, match=r"data\.jsonl, line 1: not a conversation.*left as it is"):
+        BatchFile(path, ORIGIN)
+    assert path.read_bytes() == MALFORMED[name] + b"\n"
