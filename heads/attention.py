@@ -43,8 +43,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(inputs, key_value_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, outputs, bias=bias)
         if norm_eps is not None:
-            self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
-            self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+            self.q_norm = RMSNorm(head_dim, eps=norm_eps)
+            self.k_norm = RMSNorm(head_dim, eps=norm_eps)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None) -> Tensor:
         """Attend from N tokens to S keys.
@@ -67,6 +67,13 @@ class Attention(nn.Module):
             k, v = cache.update(k, v, 0)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in the dtype of its input: under autocast, torch has no fused kernel for two dtypes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, tuple(self.normalized_shape), self.weight.to(x.dtype), self.eps)
 
 
 class GroupNorm(nn.Module):

@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from treedec.drafter import Drafter, DraftSession, DraftState
 from treedec.growth import DynamicTree
-from treedec.heads.attention import Attention, GroupNorm, LayerCache
+from treedec.heads.attention import Attention, GroupNorm, LayerCache, RMSNorm
 from treedec.heads.sequential import SequentialSession, TrimmedHead, draft_vocabulary, follow
 from treedec.target import Target
 
@@ -190,7 +190,7 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * size if config.version == 1 else config.feature_size, size, bias=config.fc_bias)
         self.layer = _Layer(config)
         if config.version == 3:
-            self.norm = nn.RMSNorm(size, eps=eps)
+            self.norm = RMSNorm(size, eps=eps)
         if config.norm_before_fc or config.fc_norm:
             self.fc_norm = GroupNorm(config.feature_size, len(config.features) if config.fc_norm else 1, eps)
         if config.own_embeddings:
@@ -255,10 +255,10 @@ class _Layer(nn.Module):
             norm_eps=eps if config.qk_norm else None,
         )
         self.mlp = LlamaMLP(_llama_config(config))
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         if config.version == 3:
-            self.input_layernorm = nn.RMSNorm(size, eps=eps)
-            self.hidden_norm = nn.RMSNorm(size, eps=eps)
+            self.input_layernorm = RMSNorm(size, eps=eps)
+            self.hidden_norm = RMSNorm(size, eps=eps)
 
     def forward(
         self, embedded: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from treedec.cache import SlotCache
 from treedec.drafter import Drafter, DraftSession, DraftState
 from treedec.growth import DynamicTree
-from treedec.heads.attention import Attention, LayerCache
+from treedec.heads.attention import Attention, LayerCache, RMSNorm
 from treedec.heads.sequential import SequentialSession, TrimmedHead, draft_vocabulary, embedding_table, follow
 from treedec.target import Target, finish_logits
 
@@ -131,11 +131,11 @@ class PrefixLayer(nn.Module):
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         )
         heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
-        self.input_layernorm = nn.RMSNorm(hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(hidden_size, hidden_size, heads, key_value_heads, config.head_dim)
-        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(llama)
-        self.norm = nn.RMSNorm(hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(hidden_size, eps=config.rms_norm_eps)
         # Not a submodule: a change of dtype would round its frequencies.
         self._rotary = (LlamaRotaryEmbedding(llama),)
 

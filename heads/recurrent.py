@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from treedec.drafter import Drafter, DraftSession, DraftState
 from treedec.growth import DynamicTree
-from treedec.heads.attention import GroupNorm
+from treedec.heads.attention import GroupNorm, RMSNorm
 from treedec.heads.sequential import SequentialSession, TrimmedHead, draft_vocabulary, embedding_table, follow
 from treedec.target import Target
 
@@ -79,12 +79,12 @@ class RecurrentHead(nn.Module):
         levels = 1 + len(config.features)
         self.feature_norm = GroupNorm(levels * hidden, levels, eps=1e-6) if config.norm_features else nn.Identity()
         self.first = nn.Linear(levels * hidden, state, bias=False)
-        self.state_norm = nn.RMSNorm(state, eps=1e-6)
-        self.embedding_norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.state_norm = RMSNorm(state, eps=1e-6)
+        self.embedding_norm = RMSNorm(hidden, eps=1e-6)
         self.gate = nn.Linear(state + hidden, inner, bias=False)
         self.up = nn.Linear(state + hidden, inner, bias=False)
         self.down = nn.Linear(inner, state, bias=False)
-        self.norm = nn.RMSNorm(state, eps=1e-6)
+        self.norm = RMSNorm(state, eps=1e-6)
         self.project = nn.Identity() if state == hidden else nn.Linear(state, hidden, bias=False)
         self.register_buffer("draft_ids", draft_vocabulary(draft_ids, config.draft_vocab_size, config.vocab_size))
 
