@@ -144,6 +144,10 @@ class SlotCache(Cache):
     def lengths(self) -> list[int]:
         return self._books.lengths
 
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._books.lengths = lengths
+
     @property
     def high_water(self) -> int:
         return self._books.high_water
@@ -197,9 +201,7 @@ class SlotCache(Cache):
         """
         # The slots of a pass are free and distinct, so this neither hides a visible slot nor writes one twice.
         self.visible.scatter_(1, self.slots[:, : accepted.shape[1]], accepted.to(self.visible.device))
-        self._books.lengths = [
-            length + count for length, count in zip(self.lengths, accepted.sum(1).tolist(), strict=True)
-        ]
+        self.lengths = [length + count for length, count in zip(self.lengths, accepted.sum(1).tolist(), strict=True)]
 
     def erase(self) -> None:
         """Zero the slots of the pass in flight, so that what it wrote has no part in any later one."""
@@ -212,7 +214,7 @@ class SlotCache(Cache):
         """Hide committed tokens at positions `>= lengths[b]` (for drafters that drafted past what was accepted)."""
         limits = torch.tensor(lengths, device=self.visible.device)[:, None]
         self.visible &= self.positions < limits
-        self._books.lengths = [min(length, limit) for length, limit in zip(self.lengths, lengths, strict=True)]
+        self.lengths = [min(length, limit) for length, limit in zip(self.lengths, lengths, strict=True)]
 
     def visible_states(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
         """Committed keys and values of one row in position order, each `[n_kv, length, d]` (for inspection)."""
