@@ -62,6 +62,8 @@ class TrainConfig:
     Attributes:
         method: a key of `treedec.training.learners.LEARNERS`.
         options: of that method, by name; those left out have the method's defaults.
+        initial_heads: folder of heads of this method and these sizes to go on from, instead of random weights: with
+            more data, or for a target that was fine-tuned since. Which tokens they draft is chosen anew.
         draft_vocab_size: tokens that can be drafted; a target with fewer has all of them drafted.
         labels: what heads imitate: the target's distributions ("soft") or its first choices ("hard").
         depth_weights: weight of each depth in the loss; None for 1 each.
@@ -96,6 +98,7 @@ class TrainConfig:
 
     method: str = "medusa"
     options: Mapping[str, Any] = field(default_factory=dict)
+    initial_heads: str | None = None
     draft_vocab_size: int = 8192
     labels: str = "soft"
     depth_weights: tuple[float, ...] | None = None

@@ -95,7 +95,7 @@ def train(
     packs = pack(corpus, config.pack_tokens, config.holdout, config.seed)
     if config.shard_target:
         processes.shard(model, accelerator)
-    learner = build_learner(model, tokenizer, corpus, packs, config)
+    learner = build_learner(model, tokenizer, corpus, packs, config, begin=saved is None)
     identity = {"corpus": corpus.digest, "dtype": str(model.dtype), "target": Fingerprint.of(model).to_dict()}
     if saved is not None:
         _check_identity(saved, identity, learner, out)
@@ -129,15 +129,22 @@ def build_learner(
     corpus: Corpus,
     packs: Packs,
     config: TrainConfig,
+    begin: bool = True,
 ) -> Learner:
-    """What is trained, on the target's device, with the initial weights that the seed gives.
+    """What is trained, on the target's device, with its initial weights: those that the seed or `initial_heads` give.
+
+    Args:
+        model, tokenizer, corpus, packs, config: as in `train`.
+        begin: whether the run begins; one that is resumed no longer needs its initial heads.
 
     Raises:
+        FileNotFoundError: there are no initial heads in their folder.
         ValueError: the draft vocabulary cannot hold what ends a text; other weights than depths; what the method
-            refuses, or a precision in which it cannot be trained.
+            refuses, or a precision in which it cannot be trained; or initial heads of another method or size.
         ImportError: the method needs a library that is not there.
     """
     from treedec.training.learners import LEARNERS
+    from treedec.training.learners.base import HeadLearner
 
     config.autocast_dtype(model.dtype)
     vocab = model.get_output_embeddings().weight.shape[0]
@@ -152,6 +159,10 @@ def build_learner(
             f"depth_weights has {len(config.depth_weights)} weights, but with these options {config.method} has "
             f"{learner.depths} depths; give one for each"
         )
+    if begin and config.initial_heads is not None:
+        if not isinstance(learner, HeadLearner):
+            raise ValueError(f"initial_heads is for heads, not for {config.method}; there is its option 'model'")
+        learner.go_on_from(Path(config.initial_heads), model)
     return learner.to(model.device)
 
 

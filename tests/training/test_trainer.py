@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -29,7 +30,7 @@ from treedec.training.learners import LEARNERS, LearnerType
 from treedec.training.losses import DraftHead, draft_logits
 from treedec.training.packs import pack, supervised_counts
 from treedec.training.plan import plan, render
-from treedec.training.trainer import train
+from treedec.training.trainer import check, train
 
 DATA = corpus_of(random_samples())
 #: Cycles of 23 tokens, two responses each.
@@ -66,6 +67,61 @@ def test_what_was_learnt_is_what_is_written(tmp_path):
     scores = draft_logits(heads(hidden), DraftHead.of(model, heads.draft_ids))
     for k in range(3):
         assert heads.draft_ids[scores[k].argmax(-1)].tolist() == [(x + 2 + k) % 23 for x in range(23)]
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_heads_go_on_from_those_of_another_run(tmp_path, method):
+    """One step at a rate of almost nothing leaves them as good as they were, and drafting the tokens of the new data."""
+    model = counting_model()
+    rate = 0.05 if method == "medusa" else 0.02
+    config = config_of(method=method, draft_vocab_size=23, epochs=12, pack_tokens=256, learning_rate=rate)
+    first = train(model, None, COUNTING, tmp_path / "first", config, console=QUIET)
+    later = replace(config, initial_heads=str(tmp_path / "first" / "heads"), learning_rate=1e-9, max_steps=1)
+    before = contents(tmp_path / "first")
+    again = train(model, None, COUNTING, tmp_path / "again", later, console=QUIET)
+    assert contents(tmp_path / "first") == before
+    assert again["top1"] == first["top1"]
+    fresh = train(model, None, COUNTING, tmp_path / "fresh", replace(later, initial_heads=None), console=QUIET)
+    assert sum(fresh["top1"]) < sum(again["top1"]) - 0.5
+    train(model, None, COUNTING, tmp_path / "fewer", replace(later, draft_vocab_size=20), console=QUIET)
+    one, two = (load_heads(tmp_path / run / "heads", model) for run in ("first", "fewer"))
+    assert len(two.draft_ids) == 20
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(two.state_dict()[name], parameter, rtol=1e-3, atol=1e-6)  # written in float16
+
+
+def test_a_resumed_run_does_not_need_its_initial_heads(tmp_path):
+    model = counting_model()
+    config = config_of(draft_vocab_size=23, pack_tokens=256)
+    train(model, None, COUNTING, tmp_path / "first", config, console=QUIET)
+    later = replace(config, initial_heads=str(tmp_path / "first" / "heads"))
+    measured = train(model, None, COUNTING, tmp_path / "again", later, console=QUIET)
+    shutil.rmtree(tmp_path / "first")
+    assert train(model, None, COUNTING, tmp_path / "again", later, resume=True, console=QUIET) == measured
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "hydra"}, "holds medusa heads, not those of hydra"),
+        ({"method": "medusa", "options": {"heads": 2}}, "have heads 3, not 2; give the options"),
+        ({"method": "draft-model"}, "not for draft-model; there is its option 'model'"),
+    ],
+)
+def test_initial_heads_of_another_kind_are_refused_before_any_work(tmp_path, options, message):
+    model = counting_model()
+    train(model, None, COUNTING, tmp_path / "first", config_of(draft_vocab_size=23, max_steps=1), console=QUIET)
+    config = config_of(**{"options": {}, **options}, initial_heads=str(tmp_path / "first" / "heads"))
+    with pytest.raises(ValueError, match=message):
+        train(model, None, COUNTING, tmp_path / "again", config, console=QUIET)
+    with pytest.raises(ValueError, match=message):
+        check(model, None, config)
+    assert not (tmp_path / "again" / "heads").exists() and not (tmp_path / "again" / "features").exists()
+
+
+def test_a_folder_without_initial_heads_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no heads in {tmp_path}"):
+        check(counting_model(), None, config_of(initial_heads=str(tmp_path)))
 
 
 def test_the_first_boundary_is_learnt_and_the_prompt_is_not(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from treedec.heads.checkpoint import save_heads
+from treedec.heads.checkpoint import METHODS, save_heads
+from treedec.heads.formats import detect, read
 from treedec.heads.sequential import embedding_table
 from treedec.models import Fingerprint
 from treedec.training.contracts import Batch, Learner, Losses
@@ -64,6 +66,29 @@ class HeadLearner(Learner):
         self.draft_ids = self.heads.draft_ids
         self.depths, self.labels = depths, labels
         self._frozen = _Frozen(model, self.draft_ids, embeddings)
+
+    @torch.no_grad()
+    def go_on_from(self, folder: Path, model: PreTrainedModel) -> None:
+        """Take over the weights of heads that were trained before, for this target or a relative of it.
+
+        The tokens that are drafted stay those of this learner: weights know of them through the LM head alone.
+
+        Raises:
+            FileNotFoundError: there are no heads in the folder.
+            ValueError: they cannot be read, or are of another method or shape; says which.
+        """
+        if detect(folder) is None:
+            raise FileNotFoundError(f"initial_heads: there are no heads in {folder}; `treedec train` writes OUT/heads")
+        stored = read(folder, model)
+        if not isinstance(self.heads, METHODS[stored.method].heads):
+            raise ValueError(f"initial_heads: {folder} holds {stored.method} heads, not those of {self.method}")
+        mine, theirs = ({**vars(one), "draft_vocab_size": None} for one in (self.heads.config, stored.config))
+        if differing := [f"{name} {theirs[name]}, not {mine[name]}" for name in mine if mine[name] != theirs[name]]:
+            raise ValueError(
+                f"initial_heads: those in {folder} have {'; '.join(differing)}; give the options that they were "
+                "trained with"
+            )
+        self.heads.load_state_dict({**stored.tensors, "draft_ids": self.draft_ids})
 
     @abstractmethod
     def unroll(self, batch: Batch, rows: Tensor) -> Tensor:

@@ -80,6 +80,10 @@ def train(
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave broken samples out, instead of stopping there.")
     ] = False,
+    initial_heads: Annotated[
+        Path | None,
+        typer.Option(help="Heads of the same shape to go on from, with other data.", show_default="random weights"),
+    ] = None,
     draft_vocab_size: Annotated[
         int | None, typer.Option(help="Tokens that can be drafted.", show_default="8192")
     ] = None,
@@ -149,6 +153,7 @@ def train(
     given = {
         "method": method,
         "options": _options(option or []) or None,
+        "initial_heads": initial_heads and str(initial_heads),
         "draft_vocab_size": draft_vocab_size,
         "labels": labels and labels.value,
         "epochs": epochs,
