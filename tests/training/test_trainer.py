@@ -71,7 +71,7 @@ def test_what_was_learnt_is_what_is_written(tmp_path):
 
 @pytest.mark.parametrize("method", HEADS)
 def test_heads_go_on_from_those_of_another_run(tmp_path, method):
-    """One step at a rate of almost nothing leaves them as good as they were, and drafting the tokens of the new data."""
+    """One step at a rate of almost nothing leaves them as good as they were; what they draft is chosen anew."""
     model = counting_model()
     rate = 0.05 if method == "medusa" else 0.02
     config = config_of(method=method, draft_vocab_size=23, epochs=12, pack_tokens=256, learning_rate=rate)
