@@ -103,7 +103,7 @@ class Evaluator:
         return _Measured(
             pack,
             np.array([int(taught.sum()) for taught in supervised[: learner.depths]]),
-            losses.sums.double().cpu().numpy(),
+            losses.sums.cpu().double().numpy(),
             losses.hits.cpu().numpy(),
             losses.counts.cpu().numpy(),
             0.0 if losses.extra is None else float(losses.extra),

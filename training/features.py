@@ -284,7 +284,7 @@ def _stamp(target: Target, corpus: Corpus, packs: Packs, layers: tuple[int, ...]
             "layers": layers,
             "dtype": str(target.model.dtype),
             "target": Fingerprint.of(target.model).to_dict(),
-            "weights": _digest(target.model),
+            "weights": weights_digest(target.model),
             # The same weights see another text with other rotary frequencies.
             "rope": getattr(target.config, "rope_parameters", None),
         },
@@ -293,7 +293,7 @@ def _stamp(target: Target, corpus: Corpus, packs: Packs, layers: tuple[int, ...]
     return restored
 
 
-def _digest(model: PreTrainedModel) -> str:
+def weights_digest(model: PreTrainedModel) -> str:
     """SHA-256 of all weights: 1 to 2 GB a second, which is nothing beside the passes it tells apart."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():

@@ -128,7 +128,7 @@ class Run:
         self.module.train()
         self.learner.at(self.step / self.steps)
         self.optimizer.zero_grad(set_to_none=True)
-        measured = torch.zeros(3 * self.learner.depths + 1, dtype=torch.float64, device=self.device)
+        measured = torch.zeros_like(self.window)
         mine = processes.shares(len(packs), self.accelerator)
         for number, (place, valid) in enumerate(mine):
             with nullcontext() if number == len(mine) - 1 else self.accelerator.no_sync(self.module):
@@ -197,7 +197,8 @@ class Run:
         counts for nothing: then every position weighs the same in all steps, whatever share of theirs has a label.
 
         Returns:
-            `[3 D + 1]` float64: its part of the loss of the step; its sums, hits and counts.
+            `[3 D + 1]` float64 on the CPU, as not all devices have it: its part of the loss of the step; its sums,
+            hits and counts.
         """
         batch = self.source.batch(index)
         with processes.seeded(self.device, self.config.seed, self.step, place):
@@ -209,15 +210,15 @@ class Run:
             # Of several processes, DDP takes the mean of the gradients where the sum is wanted.
             self.scaler.scale(loss * self.accelerator.num_processes).backward()
         parts = [loss.detach()[None], *(weight * one.detach() for one in (losses.sums, losses.hits, losses.counts))]
-        return torch.cat([part.double() for part in parts])
+        return torch.cat([part.cpu().double() for part in parts])
 
     def _reduced(self, measured: Tensor) -> Tensor:
-        """The sum over all processes, on the CPU; and here they agree on whether one of them was told to stop."""
+        """The sum over all processes; and here they agree on whether one of them was told to stop."""
         if self.accelerator.num_processes > 1:
             pending = measured.new_tensor([float(self._signal.pending)])
-            reduced: Tensor = self.accelerator.reduce(torch.cat([measured, pending]))
+            reduced: Tensor = self.accelerator.reduce(torch.cat([measured, pending]).to(self.device)).cpu()
             measured, self._stop = reduced[:-1], bool(reduced[-1] > 0)
-        return measured.cpu()
+        return measured
 
     def _update(self, loss: float) -> None:
         """A step of the optimiser along the gradients.

@@ -93,10 +93,10 @@ def train(
         )
     accelerator.wait_for_everyone()  # all have looked at the folder before any writes to it
     packs = pack(corpus, config.pack_tokens, config.holdout, config.seed)
+    identity = _identity(model, corpus)
     if config.shard_target:
         processes.shard(model, accelerator)
     learner = build_learner(model, tokenizer, corpus, packs, config, begin=saved is None)
-    identity = {"corpus": corpus.digest, "dtype": str(model.dtype), "target": Fingerprint.of(model).to_dict()}
     if saved is not None:
         _check_identity(saved, identity, learner, out)
     try:
@@ -199,6 +199,18 @@ def _features(
             overwrite=overwrite and accelerator.is_main_process,
             console=console,
         )
+
+
+def _identity(model: PreTrainedModel, corpus: Corpus) -> dict[str, Any]:
+    """What a run is about, besides its config."""
+    from treedec.training.features import weights_digest
+
+    return {
+        "corpus": corpus.digest,
+        "dtype": str(model.dtype),
+        "target": Fingerprint.of(model).to_dict(),
+        "weights": weights_digest(model),  # a fine-tune may have the same LM head
+    }
 
 
 def _check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any], learner: Learner, out: Path) -> None:

@@ -285,6 +285,11 @@ def test_other_data_and_another_target_do_not_resume(tmp_path, finished):
         run(out, model=tiny_model(vocab=98))
     with pytest.raises(ValueError, match=r"state\.pt was trained on something else: its dtype"):
         run(out, model=tiny_model().bfloat16())
+    tuned = tiny_model()
+    with torch.no_grad():
+        tuned.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-3  # its LM head is the same
+    with pytest.raises(ValueError, match=r"state\.pt was trained on something else: its weights"):
+        run(out, replace(SMALL, features="online"), model=tuned)
     assert contents(out) == contents(finished)
 
 
