@@ -65,9 +65,12 @@ def load_drafter(
         ValueError: the checkpoint is broken, belongs to another model, or does not fit `tree`.
     """
     if isinstance(name, str) and "+" in name and not Path(name).exists():
-        members = [load_drafter(member, model) for member in name.split("+")]
         if tree is not None and not isinstance(tree, int):
             raise ValueError(f"the trees of several drafters are merged: tree must be a number of nodes, not {tree!r}")
+        # Heads grow as large a tree as the merged one; a chain of that length would cost more than it brings.
+        members = [
+            load_drafter(member, model, tree=tree if _holds_heads(member) else None) for member in name.split("+")
+        ]
         return UnionDrafter(*members) if tree is None else UnionDrafter(*members, nodes=tree)
     if name == "none":
         return NoDrafts()
@@ -139,6 +142,11 @@ def _growth(stored: Stored, tree: GrowthPolicy | DynamicTree | int | None) -> Gr
         # node pays from a probability of 0.03 on. With few sure candidates the tree shrinks, down to its root.
         return BestFirst(nodes=16, min_probability=0.03)
     return BestFirst(nodes=tree)
+
+
+def _holds_heads(name: str) -> bool:
+    folder = _shipped(name) or Path(name)
+    return folder.is_dir() and detect(folder) is not None
 
 
 def _chain_depth(tree: GrowthPolicy | DynamicTree | int) -> int:

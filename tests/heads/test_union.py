@@ -23,6 +23,8 @@ import treedec
 from treedec import BestFirst, DraftModelDrafter, MedusaDrafter, NgramDrafter, TreeError
 from treedec.drafter import Draft, Drafter, Drafting, DraftSession, DraftState, Outcome
 from treedec.heads import MedusaConfig, MedusaHeads, UnionDrafter
+from treedec.heads.checkpoint import save_heads
+from treedec.models import Fingerprint
 from treedec.tree import TokenTree
 
 NEW = 40
@@ -355,3 +357,13 @@ def test_drafters_joined_by_a_plus_draft_together():
         treedec.load_drafter("ngram+nosuch", model)
     with pytest.raises(ValueError, match="must be a number of nodes"):
         treedec.load_drafter("ngram+ngram", model, tree=treedec.BestFirst(8))
+
+
+def test_heads_that_are_joined_grow_as_large_a_tree_as_the_merged_one(tmp_path):
+    model = tiny_model()
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    save_heads(tmp_path / "heads", MedusaHeads(MedusaConfig(hidden, vocab, 3, 1, vocab)), Fingerprint.of(model), {})
+    joined = treedec.load_drafter(f"{tmp_path / 'heads'}+ngram", model, tree=40)
+    assert [member.max_nodes for member in joined.drafters] == [40, NgramDrafter().max_nodes]
+    joined = treedec.load_drafter(f"{tmp_path / 'heads'}+ngram", model)
+    assert [member.max_nodes for member in joined.drafters] == [16, NgramDrafter().max_nodes]
