@@ -45,7 +45,7 @@ def write_record(out: Path, name: str, prompts: Path, device: torch.device, figu
         "schema": 1,
         "command": " ".join([name, *(prompts.name if Path(part) == prompts else part for part in sys.argv[1:])]),
         "machine": {
-            "processor": _processor(),
+            "processor": processor(),
             "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "system": platform.platform(),
@@ -62,7 +62,8 @@ def write_record(out: Path, name: str, prompts: Path, device: torch.device, figu
     os.replace(partial, out)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -76,7 +76,7 @@ def load_drafter(
         return NoDrafts()
     if name == "ngram":
         return NgramDrafter() if tree is None else NgramDrafter(depth=_chain_depth(tree))
-    folder = _shipped(str(name)) or Path(name)
+    folder = shipped_folder(str(name)) or Path(name)
     if not folder.is_dir():
         raise FileNotFoundError(
             f"no drafter {str(name)!r}: give 'demo', 'demo:medusa', 'ngram', 'none', a folder of trained heads or of a "
@@ -145,7 +145,7 @@ def _growth(stored: Stored, tree: GrowthPolicy | DynamicTree | int | None) -> Gr
 
 
 def _holds_heads(name: str) -> bool:
-    folder = _shipped(name) or Path(name)
+    folder = shipped_folder(name) or Path(name)
     return folder.is_dir() and detect(folder) is not None
 
 
@@ -155,7 +155,12 @@ def _chain_depth(tree: GrowthPolicy | DynamicTree | int) -> int:
     return tree - 1
 
 
-def _shipped(name: str) -> Path | None:
+def shipped_folder(name: str) -> Path | None:
+    """The folder of `"demo"` or `"demo:METHOD"`; None for a name that no shipped heads have.
+
+    Raises:
+        FileNotFoundError: heads of that method are not shipped.
+    """
     target, _, method = name.partition(":")
     if target not in _SHIPPED:
         return None

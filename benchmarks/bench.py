@@ -1,0 +1,241 @@
+"""`treedec bench` as a function: from what was asked for to the result file."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import treedec
+from treedec.benchmarks.methods import DRAFT_TOKENS, Engine, Method, conditions_of, parse_methods
+from treedec.benchmarks.prompts import BUNDLED, Prompt, read_prompts
+from treedec.benchmarks.record import processor, check_writable
+from treedec.benchmarks.results import Result, write_result
+from treedec.benchmarks.runner import Journal, Measured, Run, cost_curve, prompts_digest, units_of
+from treedec.heads import load_draft_model
+from treedec.models import DEMO, Fingerprint, on_device
+from treedec.stats import DecodingStats
+from treedec.target import Target
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What to measure.
+
+    Attributes:
+        out: the result file.
+        target: what `treedec.load_target` takes, as a name; the model itself comes separately.
+        methods: see `parse_methods`.
+        temperatures, acceptance, batch_sizes: see `conditions_of`.
+        prompts: a file; None for the bundled ones. `categories` and `limit` as in `read_prompts`.
+        rounds: how often all of it is decoded.
+        max_new_tokens: per prompt.
+        seed: set before every decode.
+        draft_model: folder of a small causal LM, for the methods that need one.
+        draft_tokens: what these draft per pass, unless their name says otherwise.
+        threads: of the CPU; None leaves them as they are.
+        costs: whether to measure what a pass costs by the size of its tree, too.
+        overwrite: replace a result that is there, or another run's journal.
+        command: what was typed, as it may be published.
+    """
+
+    out: Path
+    target: str = DEMO
+    methods: Sequence[str] = ("hf", "ar", "ngram")
+    temperatures: Sequence[float] = (0.0,)
+    acceptance: Sequence[str] = ("coupled",)
+    batch_sizes: Sequence[int] = (1,)
+    prompts: Path | None = None
+    categories: Sequence[str] = ()
+    limit: int | None = None
+    rounds: int = 1
+    max_new_tokens: int = 128
+    seed: int = 0
+    draft_model: Path | None = None
+    draft_tokens: int = DRAFT_TOKENS
+    threads: int | None = None
+    costs: bool = True
+    overwrite: bool = False
+    command: str = "treedec bench"
+
+    @property
+    def journal(self) -> Path:
+        """Where an unfinished run is kept."""
+        return self.out.with_name(self.out.name + ".partial.jsonl")
+
+
+def bench(
+    config: BenchConfig,
+    load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]],
+    console: Console | None = None,
+) -> Result:
+    """Run a benchmark, or what is left of it, and write its result.
+
+    Args:
+        config: what to measure; all of it is checked before anything is loaded.
+        load: loads the target.
+        console: shows progress.
+
+    Raises:
+        ValueError: a mistake in the configuration or in a file that it names.
+        OSError: a file cannot be read or written.
+        BenchmarkDefect: see `Run.measure`.
+    """
+    methods = parse_methods(config.methods, config.target)
+    conditions = conditions_of(methods, config.temperatures, config.acceptance, config.batch_sizes)
+    _check_draft_model(config, methods)
+    prompts = read_prompts(config.prompts, config.categories, config.limit)
+    units = units_of(prompts, config.batch_sizes)
+    check_writable(config.out)
+    if config.out.exists() and not config.overwrite:
+        raise ValueError(f"{config.out} is there already: give --overwrite to replace it, or another --out")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+
+    model, tokenizer = load()
+    draft_model = None
+    if config.draft_model is not None:
+        draft_model = on_device(load_draft_model(config.draft_model, model.dtype), model.device).eval()
+    engine = Engine(
+        model,
+        tokenizer,
+        max_new_tokens=config.max_new_tokens,
+        draft_model=draft_model,
+        draft_tokens=config.draft_tokens,
+    )
+    run = Run(engine, conditions, units, rounds=config.rounds, seed=config.seed)
+    about = {
+        "machine": machine_facts(model.device),
+        "versions": versions(),
+        "target": target_facts(config.target, model),
+        "settings": settings(config, prompts),
+    }
+    identity = {
+        **about,
+        "conditions": [condition.label for condition in run.conditions],
+        # With their folders, of which the result keeps the last part only.
+        "methods": list(config.methods),
+        "draft_model": str(config.draft_model),
+    }
+    journal = Journal(config.journal, identity)
+    done = journal.open(config.overwrite)
+    if len(done) < len(units) * config.rounds:
+        run.warm_up()
+    left = len(units) * config.rounds - len(done)
+    for turn, place, measured in track(
+        run.measure(done), description="measuring", total=left, console=console, disable=console is None
+    ):
+        journal.append(turn, place, measured)
+    costs = None
+    if config.costs:
+        costs = cost_curve(Target(model), engine.clock, engine.encode(prompts[:1]).ids)
+    result = Result(
+        command=config.command,
+        **about,
+        conditions=tuple(run.conditions),
+        rows=tuple(row for measured in _in_order(done) for row in measured.rows),
+        failures=tuple(failure for measured in _in_order(done) for failure in measured.failures),
+        costs=costs,
+    )
+    write_result(config.out, result)
+    journal.remove()
+    return result
+
+
+def _in_order(done: dict[tuple[int, int], Measured]) -> list[Measured]:
+    return [done[key] for key in sorted(done)]
+
+
+def _check_draft_model(config: BenchConfig, methods: Sequence[Method]) -> None:
+    need = [method.name for method in methods if method.kind.needs_draft_model]
+    if need and config.draft_model is None:
+        raise ValueError(f"method {need[0]!r} needs --draft-model FOLDER")
+    if not need and config.draft_model is not None:
+        raise ValueError("--draft-model is given, and none of the methods needs it")
+    if config.draft_model is not None and not config.draft_model.is_dir():
+        raise FileNotFoundError(f"--draft-model {config.draft_model} is no folder")
+
+
+def settings(config: BenchConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What decides a run besides its conditions, in plain values; of files their names and what they hold."""
+    path = config.prompts or BUNDLED
+    return {
+        "seed": config.seed,
+        "rounds": config.rounds,
+        "max_new_tokens": config.max_new_tokens,
+        "prompts": {
+            "file": path.name,
+            "bundled": config.prompts is None,
+            "categories": list(config.categories),
+            "limit": config.limit,
+            "count": len(prompts),
+            "digest": prompts_digest(prompts),
+        },
+        "draft_model": None if config.draft_model is None else config.draft_model.name,
+        "draft_tokens": config.draft_tokens,
+        "costs": config.costs,
+    }
+
+
+def target_facts(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    """Name, dtype and shape of a target, and a few of its weights, which tell it from others of that shape."""
+    fingerprint = Fingerprint.of(model)
+    return {
+        "name": Path(name).name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "attention": model.config.get_text_config()._attn_implementation,
+        **fingerprint.to_dict(),
+        "sample": list(fingerprint.sample),
+    }
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """Processor, threads, device and system."""
+    return {
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, Any]:
+    """Of treedec and of what its speed depends on."""
+    return {
+        "treedec": treedec.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def summary(result: Result) -> dict[str, dict[str, Any]]:
+    """Pooled figures of each condition by its label, over the prompts that count; None where there is nothing to tell.
+
+    Reports say more, with intervals: see `treedec.benchmarks.report`.
+    """
+    rows = result.complete_rows()
+    figures: dict[str, dict[str, Any]] = {}
+    for index, condition in enumerate(result.conditions):
+        own = [row for row in rows if row.condition == index]
+        seconds, compared = sum(row.seconds for row in own), [row.matches for row in own if row.matches is not None]
+        stats = DecodingStats.merged(
+            [DecodingStats(row_passes=row.passes or 0, accepted_lengths=row.accepted_lengths or {}) for row in own]
+        )
+        figures[condition.label] = {
+            "new_tokens": sum(row.new_tokens for row in own),
+            "seconds": seconds,
+            "tokens_per_second": sum(row.new_tokens for row in own) / seconds if seconds else None,
+            "mean_accepted_length": stats.mean_accepted_length if stats.row_passes else None,
+            "exact_match": sum(compared) / len(compared) if compared else None,
+        }
+    return figures
