@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import treedec
 from treedec.benchmarks.methods import DRAFT_TOKENS, Engine, Method, conditions_of, parse_methods
 from treedec.benchmarks.prompts import BUNDLED, Prompt, read_prompts
-from treedec.benchmarks.record import processor, check_writable
+from treedec.benchmarks.record import check_writable, processor
 from treedec.benchmarks.results import Result, write_result
 from treedec.benchmarks.runner import Journal, Measured, Run, cost_curve, prompts_digest, units_of
 from treedec.heads import load_draft_model
