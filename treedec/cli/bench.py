@@ -33,8 +33,9 @@ def bench(
         list[str] | None,
         typer.Option(
             help="What to compare: hf, ar, vanilla, hf-assisted, hf-prompt-lookup, ngram, medusa, hydra, recurrent, "
-            "eagle3, union, or folders of heads or of a draft model, joined by '+' to draft together; @32 behind one "
-            "for trees of 32 nodes. Repeat the option or separate with commas.",
+            "eagle3, union, peer:llama.cpp, peer:vllm, peer:flashspec, or folders of heads or of a draft model, "
+            "joined by '+' to draft together; @32 behind one for trees of 32 nodes. Repeat the option or separate with "
+            "commas.",
             show_default=f"{','.join(_DEMO_METHODS)} for the demo target, else {','.join(_METHODS)}",
         ),
     ] = None,
@@ -65,7 +66,8 @@ def bench(
         list[str] | None, typer.Option(help="Prompts that are decoded together.", show_default="1")
     ] = None,
     draft_model: Annotated[
-        Path | None, typer.Option(help="Folder of the draft model of vanilla and hf-assisted.", show_default="none")
+        Path | None,
+        typer.Option(help="Folder of the draft model of vanilla, hf-assisted and peer:flashspec.", show_default="none"),
     ] = None,
     draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens that it drafts per pass.")] = 4,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the target.")] = Dtype.bfloat16,
@@ -77,6 +79,9 @@ def bench(
     costs: Annotated[
         bool, typer.Option("--costs/--no-costs", help="Measure what a pass costs by the size of its tree, too.")
     ] = True,
+    peers_folder: Annotated[Path, typer.Option(help="Where `make bench-peers` put the environments of peers.")] = Path(
+        "build/peers"
+    ),
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a result that is there, or another run's unfinished one.")
     ] = False,
@@ -110,6 +115,7 @@ def bench(
         draft_tokens=draft_tokens,
         threads=threads,
         costs=costs,
+        peers_folder=peers_folder,
         overwrite=overwrite,
         command=public_command(["treedec", "bench", *map(shlex.quote, _arguments(context))]),
     )
