@@ -126,8 +126,8 @@ def accepted_places(
 class MeteredTarget(Target):
     """A target whose passes are timed."""
 
-    def __init__(self, model: PreTrainedModel, meter: Meter):
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, meter: Meter, compile: bool = False):
+        super().__init__(model, compile)
         self._meter = meter
 
     def prefill(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from treedec.benchmarks.methods import REFERENCE
+from treedec.benchmarks.methods import COMPILED, REFERENCE
 from treedec.benchmarks.results import Condition
 from treedec.benchmarks.statistics import Estimate, Summary, is_slower
 
@@ -57,7 +57,7 @@ def is_ours(condition: Condition) -> bool:
 def rivals(summary: Summary, index: int) -> list[int]:
     """What a condition is to beat by `losses`: conditions of the same temperature and batch, `hf` among them."""
     own = summary.conditions[index]
-    if own.method == "ar":
+    if own.method.removeprefix(COMPILED) == "ar":
         return []
     return [
         other
@@ -68,4 +68,4 @@ def rivals(summary: Summary, index: int) -> list[int]:
 
 
 def _is_vanilla(condition: Condition) -> bool:
-    return condition.method.partition("@")[0] == "vanilla"
+    return condition.method.removeprefix(COMPILED).partition("@")[0] == "vanilla"

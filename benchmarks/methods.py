@@ -17,8 +17,9 @@ import copy
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ from treedec.drafter import Drafter
 from treedec.heads import DraftModelDrafter, shipped_folder
 from treedec.models import DEMO, encode_chat
 from treedec.stats import DecodingStats
+from treedec.target import Target
 
 REFERENCE = "hf"  # what the other methods' tokens are compared with
 DRAFT_TOKENS = 4
@@ -72,6 +74,7 @@ _NAMED = {kind.value: kind for kind in Kind if kind not in (Kind.DRAFTER, Kind.P
 # Heads that are shipped with treedec for some targets, and those together with n-grams.
 _SHORT = ("medusa", "hydra", "recurrent", "eagle3", "union")
 _WITHOUT_FOLDER = ("ngram", "none")
+COMPILED = "compiled:"  # before the name of a method of treedec's: the target's passes are compiled
 KNOWN = (*_NAMED, "ngram", *_SHORT, *(PREFIX + name for name in PEERS))
 
 
@@ -84,12 +87,14 @@ class Method:
         kind: what decodes.
         source: of drafters, what `treedec.load_drafter` takes; of peers, the name without `peer:`.
         nodes: nodes per tree, the root included; None for the method's default.
+        compiled: the target's passes over trees are compiled by torch.
     """
 
     name: str
     kind: Kind
     source: str | None = None
     nodes: int | None = None
+    compiled: bool = False
 
     @property
     def takes_draft_model(self) -> bool:
@@ -101,7 +106,8 @@ def parse_methods(names: Sequence[str], target: str) -> list[Method]:
     """Methods by name, each once; nothing is loaded.
 
     Args:
-        names: each one of `KNOWN`, or what `treedec.load_drafter` takes; `@NODES` behind it sets the size of its trees.
+        names: each one of `KNOWN`, or what `treedec.load_drafter` takes; `@NODES` behind it sets the size of its trees,
+            and `compiled:` before one of treedec's has the target compiled.
         target: what `treedec.load_target` takes: short names mean heads that are shipped for it.
 
     Raises:
@@ -118,6 +124,11 @@ def parse_methods(names: Sequence[str], target: str) -> list[Method]:
 
 
 def _parse(text: str, target: str) -> Method:
+    if text.startswith(COMPILED):
+        method = _parse(text.removeprefix(COMPILED), target)
+        if not method.kind.ours:
+            raise ValueError(f"method {text!r}: only treedec's own methods run on its compiled target")
+        return replace(method, name=COMPILED + method.name, compiled=True)
     name, at, size = text.rpartition("@")
     if not at or Path(text).exists():
         name, at, size = text, "", ""
@@ -150,7 +161,7 @@ def _peer(name: str) -> str:
 def _known() -> str:
     return (
         f"{', '.join(KNOWN)}, 'demo', 'demo:METHOD', folders of heads or of a draft model, and several of these joined "
-        "by '+'; @NODES behind a name sets the size of its trees"
+        "by '+'; @NODES behind a name sets the size of its trees, 'compiled:' before it compiles the target"
     )
 
 
@@ -335,7 +346,13 @@ class Engine:
         if method not in self._drafters:
             self._drafters[method] = MeteredDrafter(self._drafter(method), self._meter)
         drafter = self._drafters[method]
-        return lambda batch: self._stream(batch, drafter, {**arguments, "acceptance": condition.acceptance})
+        target = self.compiled_target if method.compiled else self.target
+        return lambda batch: self._stream(batch, target, drafter, {**arguments, "acceptance": condition.acceptance})
+
+    @cached_property
+    def compiled_target(self) -> MeteredTarget:
+        """`target`, but with compiled passes; compilation happens in the first ones, which are warm-up."""
+        return MeteredTarget(self.model, self._meter, compile=True)
 
     def _arguments(self, temperature: float) -> dict[str, Any]:
         arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": temperature > 0}
@@ -404,12 +421,12 @@ class Engine:
             stats = DecodingStats(len(gained), sum(answer.steps), 0, len(gained), histogram)
         return Decoded([list(answer.tokens)], answer.prefill_seconds, answer.decode_seconds, stats, first)
 
-    def _stream(self, batch: Batch, drafter: Drafter, arguments: dict[str, Any]) -> Decoded:
+    def _stream(self, batch: Batch, target: Target, drafter: Drafter, arguments: dict[str, Any]) -> Decoded:
         stats, first = DecodingStats(), 0
         rows: list[list[int]] = [[] for _ in batch.ids]
         first_token = None
         started = self.clock.read()
-        for block in treedec.stream(self.target, batch.ids, drafter, attention_mask=batch.mask, **arguments):
+        for block in treedec.stream(target, batch.ids, drafter, attention_mask=batch.mask, **arguments):
             stats.count(block)
             for row, tokens in zip(rows, block.tokens, strict=True):
                 row += tokens

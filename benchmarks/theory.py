@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treedec.benchmarks.methods import COMPILED
 from treedec.benchmarks.statistics import Summary
 from treedec.bounds import AcceptanceBounds, acceptance_bounds
 
@@ -170,8 +171,11 @@ def predictions(summary: Summary) -> dict[int, Prediction]:
 
 
 def condition_nodes(summary: Summary, index: int) -> int | None:
-    """Nodes of the trees of a condition, where its name or the settings tell."""
+    """Nodes of the trees of a condition, where its name or the settings tell; None if its passes were compiled, which
+    the measured costs are not."""
     method, drafts = summary.conditions[index].method, summary.result.settings.get("draft_tokens")
+    if method.startswith(COMPILED):
+        return None
     return drafts + 1 if method == "vanilla" and drafts is not None else tree_nodes(method)
 
 

@@ -87,6 +87,14 @@ class TestNames:
         ]
         assert [method.name for method in parsed[3:]] == ["recurrent@32", "mine/heads@16", f"{tmp_path.name}+ngram"]
 
+    def test_ours_run_on_a_compiled_target(self):
+        parsed = parse_methods(["ar", "compiled:ar", "compiled:recurrent@32", "compiled:vanilla"], "demo")
+        assert [method.name for method in parsed] == ["ar", "compiled:ar", "compiled:recurrent@32", "compiled:vanilla"]
+        assert [method.compiled for method in parsed] == [False, True, True, True]
+        assert [(method.kind, method.source, method.nodes) for method in parsed[1:]] == [
+            (Kind.AR, None, None), (Kind.DRAFTER, "demo:recurrent", 32), (Kind.VANILLA, None, None),
+        ]  # fmt: skip
+
     def test_a_union_is_the_best_heads_and_ngrams(self):
         assert parse_methods(["union"], "demo")[0].source == "demo+ngram"
 
@@ -104,7 +112,9 @@ class TestNames:
             (["ngram@"], "number of nodes"),
             (["ngram@1"], "number of nodes"),
             (["ngram@x"], "number of nodes"),
-            (["eagle3"], "no such heads are shipped"),
+            (["hydra"], "no such heads are shipped"),
+            (["compiled:hf"], "only treedec's own methods"),
+            (["compiled:guess"], "unknown method 'guess'"),
             ([], "no methods"),
         ],
     )
@@ -186,6 +196,15 @@ def test_methods_return_what_generate_does(pair, method, arguments):
     assert decoded.rows == expected.new
     if decoded.stats is not None:
         check_counts(decoded.rows, decoded.stats, decoded.first, method)
+
+
+@pytest.mark.slow
+def test_a_compiled_target_decodes_the_same(pair):
+    model, draft = pair
+    engine, batch = engine_of(model, draft), batch_of(prompts())
+    plain, compiled = (decode(engine, method, batch) for method in ("ngram", "compiled:ngram"))
+    assert compiled.rows == plain.rows and compiled.stats == plain.stats
+    assert engine.compiled_target._compiled is not None and engine.target._compiled is None
 
 
 @pytest.mark.parametrize("sampled", [False, True])
