@@ -232,6 +232,8 @@ def _losses(summary: Summary) -> str:
         {summary.conditions[rival].method for index in ours for rival in rivals(summary, index)} - {REFERENCE}
     )
     compared = any(summary.baseline_of(index, REFERENCE) is not None for index in ours)
+    if not compared and not others:
+        return f"Unknown: neither `{REFERENCE}` nor another method was run to lose to."
     looked = (
         f"Looked at: {counted(ours, 'condition')} of treedec's, over all prompts and in each of "
         f"{counted(summary.categories, 'category', 'categories')}; "

@@ -150,7 +150,7 @@ def test_losses_are_looked_for_at_every_temperature_and_batch():
 
 def test_what_was_not_run_is_said(tmp_path):
     text = section(render([run({AR: 0.030, SMALL: 0.010})], tmp_path / "a"), "## Where we lose")
-    assert "`hf` was not run; no other method was run." in text
+    assert "Unknown: neither `hf` nor another method was run to lose to." in text
     text = section(render([run({HF: 0.030, ASSISTED: 0.010})], tmp_path / "b"), "## Where we lose")
     assert text.strip() == "Nothing of treedec's was run."
 
