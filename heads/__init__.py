@@ -43,7 +43,7 @@ __all__ = [
 
 # Shipped heads by target, best method first; the folder is package data.
 _PRETRAINED = Path(__file__).parent / "pretrained"
-_SHIPPED = {DEMO: ("SmolLM2-135M-Instruct", ("recurrent", "medusa"))}
+_SHIPPED = {DEMO: ("SmolLM2-135M-Instruct", ("eagle3", "recurrent", "medusa"))}
 
 
 def load_drafter(

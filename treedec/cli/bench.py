@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
 
 _METHODS = ("hf", "ar", "ngram")
-_DEMO_METHODS = (*_METHODS, "medusa", "recurrent", "union")
+_DEMO_METHODS = (*_METHODS, "medusa", "recurrent", "eagle3", "union")
 
 
 @app.callback(invoke_without_command=True)
