@@ -127,8 +127,8 @@ class MeteredTarget(Target):
     """A target whose passes are timed."""
 
     def __init__(self, model: PreTrainedModel, meter: Meter, compile: bool = False):
+        self._meter = meter  # before what follows, which runs a pass if it is to compile
         super().__init__(model, compile)
-        self._meter = meter
 
     def prefill(
         self,

@@ -13,6 +13,7 @@ from treedec.benchmarks import methods
 from treedec.benchmarks.clock import Clock, accepted_places
 from treedec.benchmarks.counting import check_counts, counted_tokens
 from treedec.benchmarks.methods import (
+    COMPILED,
     Batch,
     Engine,
     Kind,
@@ -54,14 +55,14 @@ def batch_of(ids, mask=None):
 
 def decode(engine, method, batch, temperature=0.0, acceptance=None, seed=0):
     kinds = {kind.value: kind for kind in Kind}
-    name, _, nodes = method.partition("@")
+    name, _, nodes = method.removeprefix(COMPILED).partition("@")
     kind = kinds.get(name, Kind.DRAFTER)
     source = name if kind is Kind.DRAFTER else None
     if kind.ours:
         acceptance = acceptance or ("coupled" if temperature else "greedy")
     decoder = engine.prepare(
         Condition(method, temperature, acceptance, len(batch.ids)),
-        Method(method, kind, source, int(nodes or 0) or None),
+        Method(method, kind, source, int(nodes or 0) or None, method.startswith(COMPILED)),
     )
     torch.manual_seed(seed)
     return decoder(batch)
