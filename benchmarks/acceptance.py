@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import treedec
-from treedec.benchmarks.compare import read_prompts
+from treedec.benchmarks.prompts import read_prompts
 from treedec.benchmarks.record import check_writable, write_record
 from treedec.bounds import AcceptanceBounds, acceptance_bounds
 from treedec.cli import DeviceOption, Dtype, TargetOption, load, run_app
@@ -158,7 +158,7 @@ def command(
     ] = None,
     draws: Annotated[int, typer.Option(min=2, help="Monte Carlo draws per position.")] = 64,
     target: TargetOption = "demo",
-    drafter: Annotated[str, typer.Option(help="Medusa heads of the target.")] = "demo",
+    drafter: Annotated[str, typer.Option(help="Medusa heads of the target.")] = "demo:medusa",
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the target.")] = Dtype.float32,
     device: DeviceOption = None,
     seed: Annotated[int, typer.Option(help="Seed of every text.")] = 0,
@@ -168,7 +168,7 @@ def command(
     temperatures, children = temperatures or [1.0, 0.7], children or [1, 2, 4, 8]
     if min(temperatures) <= 0:
         raise ValueError("--temperature must be above 0: greedy decoding has one rule only")
-    chosen = spread(read_prompts(prompts, category), limit)
+    chosen = spread(read_prompts(prompts, [category] if category else []), limit)
     if out is not None:
         check_writable(out)
     model, tokenizer = load(target, dtype, device)
@@ -181,8 +181,8 @@ def command(
     for temperature in temperatures:
         parts = []
         numbered = track(list(enumerate(chosen, seed)), description=f"temperature {temperature}", console=progress)
-        for own_seed, (_, prompt) in numbered:
-            text, length = measurement.write(prompt, temperature)
+        for own_seed, prompt in numbered:
+            text, length = measurement.write(prompt.turns[0], temperature)
             if text.shape[1] > length + 1:  # else the first token ended it, and nothing follows
                 p, q = measurement.distributions(text, length, temperature)
                 parts.append(acceptance_bounds(p, q, max(children), draws, own_seed))

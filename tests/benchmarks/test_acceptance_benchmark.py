@@ -39,7 +39,8 @@ def run(capfd, monkeypatch):
 
 @pytest.fixture
 def questions(prompt_file):
-    return prompt_file(*(json.dumps({"question_id": i, "turns": [f"w{i} w2 w{i} w4"]}) for i in range(1, 6)))
+    rows = ({"question_id": i, "category": "c", "turns": [f"w{i} w2 w{i} w4"]} for i in range(1, 6))
+    return prompt_file(*map(json.dumps, rows))
 
 
 def test_items_are_spread():
@@ -114,7 +115,7 @@ def test_a_benchmark_from_end_to_end(run, folder, questions, tmp_path, monkeypat
         (["--children", "0"], "--children"),
         (["--limit", "0"], "--limit"),
         (["--draws", "1"], "--draws"),
-        (["--category", "rag"], "no prompts of category 'rag'"),
+        (["--category", "rag"], "no category 'rag'"),
         (["--out", "FOLDER"], "is a folder"),
     ],
 )
