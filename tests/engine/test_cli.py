@@ -385,6 +385,8 @@ def test_the_target_writes_nothing_for_a_method_that_cannot_be_trained(run, fold
     monkeypatch.setitem(sys.modules, "peft", None)
     code, _, err = run("train", "--target", folder, "--out", out, "--method", "medusa2")
     assert code == 2 and "pip install treedec[train]" in one_line(err)
+    code, _, err = run("train", "--target", folder, "--out", out, "--initial-heads", tmp_path, "--tokens", 2000)
+    assert code == 2 and f"there are no heads in {tmp_path}" in one_line(err)
     assert not out.exists()
 
 
