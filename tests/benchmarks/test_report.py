@@ -140,6 +140,11 @@ def test_ours_may_lose_to_vanilla_but_vanilla_not_to_ours():
     assert losses(Summary(run({HF: 0.030, VANILLA: 0.020, SMALL: 0.010}))) == []
 
 
+def test_decoding_without_drafts_is_compared_with_hf_only_compiled_or_not():
+    compiled = Condition("compiled:ar", 0.0, "greedy", 1)
+    assert losses(Summary(run({HF: 0.030, VANILLA: 0.010, AR: 0.025, compiled: 0.020}))) == []
+
+
 def test_losses_are_looked_for_at_every_temperature_and_batch():
     sampled, base = Condition("medusa", 1.0, "coupled", 1), Condition("hf", 1.0, None, 1)
     result = run({HF: 0.030, Condition("medusa", 0.0, "greedy", 1): 0.010, base: 0.030, sampled: 0.040})
@@ -201,6 +206,11 @@ def test_predictions_stand_beside_measurements(tmp_path):
     assert (nodes, length, curve) == ("4", "2.00", "23.00") and float(draft_ms) == pytest.approx(2, abs=0.03)
     assert float(measured) == pytest.approx(100, rel=0.03) and float(speedup) == pytest.approx(1.6, abs=0.02)
     assert ratio.endswith("× ar") and ratio.startswith(("2.9", "3.0"))
+
+
+def test_a_compiled_target_is_not_predicted_from_the_costs_of_another():
+    compiled = Condition("compiled:medusa@4", 0.0, "greedy", 1)
+    assert set(predictions(Summary(run({HF: 0.030, SMALL: 0.010, compiled: 0.008})))) == {1}
 
 
 def test_trees_beyond_the_curve_are_not_predicted(tmp_path):

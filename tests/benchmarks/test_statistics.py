@@ -70,6 +70,13 @@ def test_figures_are_pooled():
     assert speed(rows, prefill=True).value == pytest.approx(21 / 3.85)
 
 
+def test_what_a_prefill_yields_is_not_decoded():
+    """transformers' assisted decoding accepts drafts in its pass over the prompt already."""
+    rows = [row("a", 11, 2.0, passes=4, accepted_lengths={1: 2, 3: 2})]
+    assert pooled(rows, 0.5).decoded_tokens == 8
+    assert speed(rows).value == 4.0 and speed(rows, prefill=True).value == pytest.approx(5.0)
+
+
 def test_what_some_row_does_not_know_is_unknown():
     known = row("a", draft_seconds=0.5, target_seconds=0.5, passes=10, accepted_lengths={1: 10}, matches=True)
     found = pooled([known, row("b")], 0.5)
