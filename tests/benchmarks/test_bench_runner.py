@@ -152,8 +152,11 @@ class TestFigures:
                 return session
 
         known = treedec.load_drafter
-        slow = lambda name, *args, **more: Slow() if name == "ngram" else known(name, *args, **more)  # noqa: E731
-        monkeypatch.setattr(treedec, "load_drafter", slow)
+
+        def load(name, *args, **more):
+            return Slow() if name == "ngram" else known(name, *args, **more)
+
+        monkeypatch.setattr(treedec, "load_drafter", load)
         run = run_of("hf", "ar", "ngram", own=model, clock=Clock(model.device, lambda: now[0]))
         run.warm_up()
         rows, _ = rows_of(run)
