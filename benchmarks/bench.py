@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from treedec.benchmarks.methods import DRAFT_TOKENS, Engine, Kind, Method, condi
 from treedec.benchmarks.peers.names import PEERS_FOLDER, check_installed
 from treedec.benchmarks.prompts import BUNDLED, Prompt, read_prompts
 from treedec.benchmarks.record import check_writable, processor
-from treedec.benchmarks.results import Condition, Result, write_result
+from treedec.benchmarks.results import Condition, Result, read_result, write_result
 from treedec.benchmarks.runner import Journal, Measured, Run, Unit, cost_curve, prompts_digest, units_of
 from treedec.heads import load_draft_model
 from treedec.models import DEMO, Fingerprint, on_device
@@ -38,6 +39,8 @@ class BenchConfig:
         temperatures, acceptance, batch_sizes: see `conditions_of`.
         prompts: a file; None for the bundled ones. `categories` and `limit` as in `read_prompts`.
         rounds: how often all of it is decoded.
+        minutes: stop measuring after so many and write the result of what there is, of whole rounds if there is one;
+            None measures all. The same run goes on from there.
         max_new_tokens: per prompt.
         seed: set before every decode.
         draft_model: folder of a small causal LM, for the methods that need one.
@@ -59,6 +62,7 @@ class BenchConfig:
     categories: Sequence[str] = ()
     limit: int | None = None
     rounds: int = 1
+    minutes: float | None = None
     max_new_tokens: int = 128
     seed: int = 0
     draft_model: Path | None = None
@@ -82,6 +86,8 @@ def bench(
 ) -> Result:
     """Run a benchmark, or what is left of it, and write its result.
 
+    Where `config.minutes` ended it, the result is `unfinished`, and the journal stays.
+
     Args:
         config: what to measure; all of it is checked before anything is loaded.
         load: loads the target.
@@ -99,7 +105,7 @@ def bench(
     prompts = read_prompts(config.prompts, config.categories, config.limit)
     units = units_of(prompts, config.batch_sizes)
     check_writable(config.out)
-    if config.out.exists() and not config.overwrite:
+    if config.out.exists() and not config.overwrite and not _unfinished(config):
         raise ValueError(f"{config.out} is there already: give --overwrite to replace it, or another --out")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -150,29 +156,50 @@ def _measured(
     if len(done) < len(units) * config.rounds:
         run.warm_up()
     left = len(units) * config.rounds - len(done)
+    started = time.monotonic()
     for turn, place, measured in track(
         run.measure(done), description="measuring", total=left, console=console, disable=console is None
     ):
         journal.append(turn, place, measured)
+        if config.minutes is not None and time.monotonic() - started >= 60 * config.minutes:
+            break
     costs = None
     if config.costs:
         engine.close()  # peers are done
         costs = cost_curve(Target(model), engine.clock, engine.encode(prompts[:1]).ids)
+    kept = _whole_rounds(done, len(units))
     result = Result(
         command=config.command,
         **about,
         conditions=tuple(run.conditions),
-        rows=tuple(row for measured in _in_order(done) for row in measured.rows),
-        failures=tuple(failure for measured in _in_order(done) for failure in measured.failures),
+        rows=tuple(row for measured in kept for row in measured.rows),
+        failures=tuple(failure for measured in kept for failure in measured.failures),
         costs=costs,
     )
     write_result(config.out, result)
-    journal.remove()
+    if len(done) == len(units) * config.rounds:
+        journal.remove()
     return result
 
 
-def _in_order(done: dict[tuple[int, int], Measured]) -> list[Measured]:
-    return [done[key] for key in sorted(done)]
+def _whole_rounds(done: dict[tuple[int, int], Measured], units: int) -> list[Measured]:
+    """What was measured, in order: of whole rounds, or of as much as there is of the first.
+
+    Part of a further round would take all other prompts out of the result, of which only those count that were decoded
+    in every round.
+    """
+    rounds = max(1, len(done) // units)
+    return [done[key] for key in sorted(done) if key[0] < rounds]
+
+
+def _unfinished(config: BenchConfig) -> bool:
+    """Whether the result that is there is of a run whose journal is there, too, and may be replaced by more of it."""
+    if not config.journal.exists():
+        return False
+    try:
+        return read_result(config.out).unfinished
+    except ValueError:
+        return False
 
 
 def _check_draft_model(config: BenchConfig, methods: Sequence[Method]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def render(results: Sequence[Result], out: Path, baseline: str | None = None, ov
     """Write `report.md` and its pictures into a folder, and return the Markdown.
 
     Args:
-        results: one run, or several of the same target and prompts to compare.
+        results: one run, or several of the same target and prompts to compare; of unfinished ones, what all reached.
         out: the folder, made if there is none. Pictures of an earlier report that this one does not have are removed.
         baseline: the method that ratios are to; by default `hf`, or the first method if there is no `hf`.
         overwrite: replace files of these names that no report wrote.
@@ -64,6 +64,7 @@ def render(results: Sequence[Result], out: Path, baseline: str | None = None, ov
     if not results:
         raise ValueError("there is no result to report on")
     _check_comparable(results)
+    results = _of_common_prompts(results)
     summaries = [Summary(result) for result in results]
     for summary in summaries:
         _check_complete(summary)
@@ -133,20 +134,31 @@ def _other_target(one: Result, other: Result) -> str | None:
 
 def _other_prompts(one: Result, other: Result) -> str | None:
     """What shows that two runs had other prompts, or None. Equal ids are not enough: many files count from 1."""
-    if odd := sorted(_all_prompts(one) ^ _all_prompts(other)):
+    settings = [result.settings.get("prompts") for result in (one, other)]
+    digests = [prompts.get("digest") if isinstance(prompts, dict) else None for prompts in settings]
+    cut = one.unfinished or other.unfinished
+    if (odd := sorted(one.reached ^ other.reached)) and not (cut and digests[0] == digests[1]):
         return f"{listed(odd)} in one of them only"
     lengths = {row.prompts: row.prompt_tokens for row in one.rows}
     for row in other.rows:
         if (length := lengths.get(row.prompts, row.prompt_tokens)) != row.prompt_tokens:
             return f"prompt {', '.join(row.prompts)} has {length} and {row.prompt_tokens} tokens"
-    settings = [result.settings.get("prompts") for result in (one, other)]
-    digests = [prompts.get("digest") if isinstance(prompts, dict) else None for prompts in settings]
     return "their texts differ" if None not in digests and digests[0] != digests[1] else None
 
 
-def _all_prompts(result: Result) -> set[str]:
-    groups = [row.prompts for row in result.rows] + [failure.prompts for failure in result.failures]
-    return {name for group in groups for name in group}
+def _of_common_prompts(results: Sequence[Result]) -> list[Result]:
+    """The runs without what only some of them reached."""
+    common = frozenset.intersection(*(result.reached for result in results))
+    return [
+        result
+        if result.reached == common
+        else replace(
+            result,
+            rows=tuple(row for row in result.rows if common.issuperset(row.prompts)),
+            failures=tuple(failure for failure in result.failures if common.issuperset(failure.prompts)),
+        )
+        for result in results
+    ]
 
 
 def _page(summary: Summary, baseline: str, title: str, prefix: str, pictures: Iterable[str], with_losses: bool) -> str:
@@ -155,12 +167,12 @@ def _page(summary: Summary, baseline: str, title: str, prefix: str, pictures: It
     def picture(name: str, text: str) -> str:
         return f"![{text}]({prefix}{name}.png)" if f"{prefix}{name}.png" in pictures else ""
 
-    target, total = summary.result.target, len(_all_prompts(summary.result))
+    target, total = summary.result.target, len(summary.result.reached)
     what = " in ".join(str(target[key]) for key in ("name", "dtype") if key in target)
     sections = [
         f"# {title}{what or 'a target'}",
         f"{summary.prompts} of {total} prompts, in {counted(summary.categories, 'category', 'categories')}; speed-ups "
-        f"are over `{baseline}` of the same temperature and batch. {_INTERVALS}",
+        f"are over `{baseline}` of the same temperature and batch. {_unfinished(summary.result)}{_INTERVALS}",
         "## All conditions",
         _overview(summary, baseline),
         *(["## Where we lose", _losses(summary)] if with_losses else []),
@@ -183,6 +195,12 @@ def _page(summary: Summary, baseline: str, title: str, prefix: str, pictures: It
         _provenance(summary.result),
     ]
     return "\n\n".join(section for section in sections if section)
+
+
+def _unfinished(result: Result) -> str:
+    if not result.unreached:
+        return ""
+    return f"{result.unreached} more were asked for and are not in this report; the categories took turns. "
 
 
 def _overview(summary: Summary, baseline: str) -> str:
@@ -375,7 +393,7 @@ def _excluded(summary: Summary) -> str:
     result = summary.result
     complete = {name for index in range(len(summary.conditions)) for row in summary.rows(index) for name in row.prompts}
     failed = {name for failure in result.failures for name in failure.prompts}
-    left = sorted(_all_prompts(result) - complete - failed)
+    left = sorted(result.reached - complete - failed)
     if not failed and not left:
         return "None: every condition decoded every prompt in every round."
     rows = [
@@ -385,7 +403,7 @@ def _excluded(summary: Summary) -> str:
     if left:
         why = "not decoded by every condition in every round, or in a batch with one that failed"
         rows.append([listed(left), NOTHING, why])
-    head = f"{len(failed) + len(left)} of {len(_all_prompts(result))} prompts count for no condition:"
+    head = f"{len(failed) + len(left)} of {len(result.reached)} prompts count for no condition:"
     return f"{head}\n\n{table(['prompts', 'failed in', 'why'], rows, False)}"
 
 
@@ -432,7 +450,7 @@ def _comparison(summaries: Sequence[Summary], baseline: str) -> str:
 def _runs(summaries: Sequence[Summary]) -> str:
     """What is not the same in all runs, and what everyone asks first."""
     results = [summary.result for summary in summaries]
-    rows = [["prompts", *(f"{summary.prompts} of {len(_all_prompts(summary.result))}" for summary in summaries)]]
+    rows = [["prompts", *(f"{summary.prompts} of {len(summary.result.reached)}" for summary in summaries)]]
     for kind in ("target", "machine", "versions", "settings"):
         parts: list[dict[str, Any]] = [getattr(result, kind) for result in results]
         for key in dict.fromkeys(key for part in parts for key in part):

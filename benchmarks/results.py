@@ -129,7 +129,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run.
+    """A finished run, or as much of one as there was time for.
 
     Attributes:
         command: what was typed, with the names of files but not the folders they lie in.
@@ -153,6 +153,25 @@ class Result:
     rows: tuple[Row, ...]
     failures: tuple[Failure, ...]
     costs: dict[str, Any] | None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the minutes that the run was given ended it before all prompts were decoded in all rounds."""
+        rounds = self.settings.get("rounds")
+        missing = isinstance(rounds, int) and len({row.round for row in self.rows}) < rounds
+        return self.unreached > 0 or (missing and bool(self.rows))
+
+    @property
+    def unreached(self) -> int:
+        """How many of the prompts that were asked for were not reached."""
+        asked = self.settings.get("prompts")
+        count = asked.get("count") if isinstance(asked, dict) else None
+        return max(0, count - len(self.reached)) if isinstance(count, int) else 0
+
+    @property
+    def reached(self) -> frozenset[str]:
+        """Ids of the prompts that were decoded, or failed."""
+        return frozenset(name for part in (*self.rows, *self.failures) for name in part.prompts)
 
     def complete_rows(self) -> tuple[Row, ...]:
         """Rows of those prompts only that every condition decoded in every round, so that sums can be compared."""

@@ -1,7 +1,7 @@
 """The run: prompt by prompt, every condition in turn, so that whatever else the machine does meets all of them alike.
 
-In each round the prompts are decoded in their order, and each by all conditions, which take turns in going first. A
-prompt that one condition fails on is left out of all. After every prompt what it gave goes to a journal beside the
+In each round the categories take turns, and every prompt is decoded by all conditions, which take turns in going first.
+A prompt that one condition fails on is left out of all. After every prompt what it gave goes to a journal beside the
 result, from which an interrupted run goes on.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,7 +46,9 @@ class Unit:
 
 
 def units_of(prompts: Sequence[Prompt], batches: Iterable[int]) -> list[Unit]:
-    """Prompts grouped for batches of these sizes, which hold one category each; categories in order of appearance.
+    """Prompts grouped for batches of these sizes, which hold one category each.
+
+    The categories take turns, in order of appearance, so that a run that ends early has decoded as much of each.
 
     Raises:
         ValueError: a category whose prompts do not fill the batches.
@@ -53,15 +57,17 @@ def units_of(prompts: Sequence[Prompt], batches: Iterable[int]) -> list[Unit]:
     categories: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         categories.setdefault(prompt.category, []).append(prompt)
-    units = []
     for category, own in categories.items():
         if len(own) % size:
             raise ValueError(
                 f"category {category!r} has {len(own)} prompts, which do not fill batches of {size}: give "
                 + (f"--limit {len(own) // size * size}" if len(own) > size else "smaller --batch-sizes")
             )
-        units += [Unit(category, tuple(own[start : start + size])) for start in range(0, len(own), size)]
-    return units
+    columns = [
+        [Unit(category, tuple(own[start : start + size])) for start in range(0, len(own), size)]
+        for category, own in categories.items()
+    ]
+    return [unit for row in zip_longest(*columns) for unit in row if unit is not None]
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,14 @@ class Run:
         self.engine, self.units, self.rounds, self.seed = engine, list(units), rounds, seed
         self.conditions = [condition for condition, _ in conditions]
         self._decoders = [engine.prepare(condition, method) for condition, method in conditions]
+        # Counted within each category: were it over all, and the conditions as many as the categories, the same one
+        # would go first in all of a category.
+        categories = list(dict.fromkeys(unit.category for unit in self.units))
+        seen: Counter[str] = Counter()
+        self._first: list[int] = []
+        for unit in self.units:
+            self._first.append(categories.index(unit.category) + seen[unit.category])
+            seen[unit.category] += 1
 
     def warm_up(self) -> None:
         """Decode the first and the last prompts under every condition, untimed.
@@ -141,7 +155,7 @@ class Run:
         failures = []
         for step in range(count):
             # Who goes first has the cache as another prompt left it, so that is everybody's turn once.
-            index = (place + turn + step) % count
+            index = (self._first[place] + turn + step) % count
             size = self.conditions[index].batch
             for start in range(0, len(unit.prompts), size):
                 prompts = unit.prompts[start : start + size]

@@ -82,8 +82,21 @@ class TestOrder:
     def test_categories_are_not_mixed(self):
         mixed = [Prompt(str(i), "ab"[i % 2], ("w1",)) for i in range(8)]
         assert [[prompt.id for prompt in unit.prompts] for unit in units_of(mixed, [2])] == [
-            ["0", "2"], ["4", "6"], ["1", "3"], ["5", "7"],
+            ["0", "2"], ["1", "3"], ["4", "6"], ["5", "7"],
         ]  # fmt: skip
+
+    def test_categories_take_turns_while_they_last(self):
+        mixed = [
+            Prompt(f"{category}{i}", category, ("w1",))
+            for category, count in (("a", 3), ("b", 1), ("c", 2))
+            for i in range(count)
+        ]
+        assert [unit.prompts[0].id for unit in units_of(mixed, [1])] == ["a0", "b0", "c0", "a1", "c1", "a2"]
+
+    def test_within_each_category_every_condition_goes_first(self, run_of):
+        mixed = [Prompt(str(i), "ab"[i % 2], ("w1",)) for i in range(4)]
+        rows, _ = rows_of(run_of("hf", "ar", asked=mixed))
+        assert [(row.category, row.condition) for row in rows[::2]] == [("a", 0), ("b", 1), ("a", 1), ("b", 0)]
 
     def test_prompts_that_fill_no_batch_are_refused(self):
         with pytest.raises(
@@ -393,6 +406,36 @@ class TestBench:
         assert [row.decode_seconds for row in result.rows[:4]] == [row["decode_seconds"] for row in before]
         assert result.complete_rows() == result.rows and len(result.rows) == 16
         assert not config.journal.exists()
+
+    def test_out_of_minutes_it_writes_what_there_is_and_goes_on(self, config, load):
+        whole = bench(replace(config, out=config.out.with_name("whole.json")), load)
+        assert not whole.unfinished
+        for call in range(1, 8):  # of no minutes, and therefore of one prompt
+            result = bench(replace(config, minutes=0.0, command=f"call {call}"), load)
+            assert result == read_result(config.out) and result.command == f"call {call}"
+            assert result.unfinished and config.journal.exists()
+            # Of the second round nothing is told until it is whole.
+            assert [row.prompts for row in result.rows] == [row.prompts for row in whole.rows[: 2 * min(call, 4)]]
+            assert result.complete_rows() == result.rows and result.unreached == max(0, 4 - call)
+        result = bench(replace(config, minutes=0.0), load)
+        assert not result.unfinished and not config.journal.exists()
+        assert [(row.round, row.digest) for row in result.rows] == [(row.round, row.digest) for row in whole.rows]
+        with pytest.raises(ValueError, match="is there already"):
+            bench(config, load)
+
+    def test_an_unfinished_result_without_its_journal_is_kept(self, config, load):
+        bench(replace(config, minutes=0.0), load)
+        written = config.out.read_bytes()
+        with pytest.raises(ValueError, match="another in settings"):
+            bench(replace(config, seed=1), load)
+        config.journal.unlink()
+        with pytest.raises(ValueError, match="is there already"):
+            bench(config, load)
+        config.journal.write_text("")
+        config.out.write_text("my notes")
+        with pytest.raises(ValueError, match="is there already"):
+            bench(config, load)
+        assert written and config.out.read_text() == "my notes"
 
     def test_another_command_does_not_go_on(self, config, load, monkeypatch):
         with monkeypatch.context() as patch:

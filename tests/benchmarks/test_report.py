@@ -295,6 +295,21 @@ def test_runs_of_other_targets_or_prompts_are_refused(tmp_path):
     assert not out.exists()
 
 
+def test_an_unfinished_run_says_so_and_is_compared_over_what_both_reached(tmp_path):
+    asked = {"prompts": {"digest": "d1", "count": 24}}
+    whole, part = (run({HF: 0.03, SMALL: 0.01}, prompts=count, settings=asked) for count in (24, 20))
+    assert "more were asked for" not in render([whole], tmp_path / "whole")
+    assert "20 of 20 prompts, in 2 categories" in render([part], tmp_path / "part")
+    assert "4 more were asked for and are not in this report" in render([part], tmp_path / "part")
+    for pair in ([whole, part], [part, whole]):
+        text = render(pair, tmp_path / "both")
+        assert cells(text, "prompts") == ["20 of 20", "20 of 20"]
+        # Equal clocks up to there, so that equal prompts have equal speeds.
+        assert cells(section(text, "## All conditions"), "medusa@4")[2] == "0.0 %"
+    with pytest.raises(ValueError, match="in one of them only"):
+        render([whole, replace(part, settings={"prompts": {"digest": "d2", "count": 24}})], tmp_path / "both")
+
+
 def test_a_run_without_a_complete_prompt_is_refused(tmp_path):
     failures = [Failure(1, (f"p{prompt}",), "ValueError: no") for prompt in range(24)]
     with pytest.raises(ValueError, match="nothing to report; the first failure: medusa@4: ValueError: no"):

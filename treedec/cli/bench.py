@@ -50,6 +50,14 @@ def bench(
         int | None, typer.Option(min=1, help="Only the first so many prompts of each category.", show_default="all")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often to decode every prompt.")] = 1,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Stop measuring after so many and write the result of the prompts so far; the same again goes on.",
+            show_default="no limit",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per prompt.")] = 128,
     temperatures: Annotated[
         list[str] | None,
@@ -109,6 +117,7 @@ def bench(
         categories=_parts(category),
         limit=limit,
         rounds=rounds,
+        minutes=minutes,
         max_new_tokens=max_new_tokens,
         seed=seed,
         draft_model=draft_model,
@@ -137,7 +146,14 @@ def bench(
         print_json({"out": str(out), **_counts(result), "conditions": figures})
     else:
         Console().print(_table(figures), highlight=False)
-        print(f"{out}: " + ", ".join(f"{count} {what}" for what, count in _counts(result).items()))
+        print(
+            f"{out}: "
+            + ", ".join(
+                f"{count} {what}" for what, count in _counts(result).items() if count or what != "not_reached"
+            ).replace("_", " ")
+        )
+        if config.journal.exists():
+            print(f"{config.journal} keeps what was measured: run the same again to go on")
 
 
 @app.command()
@@ -206,7 +222,8 @@ def _counts(result: Result) -> dict[str, int]:
     complete = {prompt for row in result.complete_rows() for prompt in row.prompts}
     return {
         "prompts": len(complete),
-        "excluded": int(result.settings["prompts"]["count"]) - len(complete),
+        "excluded": len(result.reached) - len(complete),
+        "not_reached": result.unreached,
         "rows": len(result.rows),
     }
 
