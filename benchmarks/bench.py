@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import treedec
-from treedec.benchmarks.methods import DRAFT_TOKENS, Engine, Kind, Method, conditions_of, parse_methods
+from treedec import benchmarks, heads
+from treedec.benchmarks.distributions import expectations
+from treedec.benchmarks.methods import (
+    DRAFT_TOKENS,
+    Engine,
+    Kind,
+    Method,
+    conditions_of,
+    parse_methods,
+    public_name,
+    weights_digest,
+)
 from treedec.benchmarks.peers.names import PEERS_FOLDER, check_installed
 from treedec.benchmarks.prompts import BUNDLED, Prompt, read_prompts
 from treedec.benchmarks.record import check_writable, processor
-from treedec.benchmarks.results import Condition, Result, read_result, write_result
+from treedec.benchmarks.results import Condition, Expectation, Result, read_result, write_result
 from treedec.benchmarks.runner import Journal, Measured, Run, Unit, cost_curve, prompts_digest, units_of
 from treedec.heads import load_draft_model
 from treedec.models import DEMO, Fingerprint, on_device
@@ -42,11 +58,12 @@ class BenchConfig:
         minutes: stop measuring after so many and write the result of what there is, of whole rounds if there is one;
             None measures all. The same run goes on from there.
         max_new_tokens: per prompt.
-        seed: set before every decode.
+        seed: that of every decode derives from it.
         draft_model: folder of a small causal LM, for the methods that need one.
         draft_tokens: what these draft per pass, unless their name says otherwise.
         threads: of the CPU; None leaves them as they are.
         costs: whether to measure what a pass costs by the size of its tree, too.
+        expected: whether to compute how often each acceptance rule should accept, too, at temperatures above 0.
         peers_folder: where the environments of peers lie.
         overwrite: replace a result that is there, or another run's journal.
         command: what was typed, as it may be published.
@@ -69,6 +86,7 @@ class BenchConfig:
     draft_tokens: int = DRAFT_TOKENS
     threads: int | None = None
     costs: bool = True
+    expected: bool = True
     peers_folder: Path = PEERS_FOLDER
     overwrite: bool = False
     command: str = "treedec bench"
@@ -138,11 +156,12 @@ def _measured(
 ) -> Result:
     model = engine.model
     run = Run(engine, conditions, units, rounds=config.rounds, seed=config.seed)
+    ids = [engine.encode([prompt]).ids for prompt in prompts]
     about = {
         "machine": machine_facts(model.device),
         "versions": {**versions(), **engine.peers.versions},
-        "target": target_facts(config.target, model),
-        "settings": settings(config, prompts),
+        "target": target_facts(config.target, model, ids[0]),
+        "settings": {**settings(config, prompts), "weights": _weights(engine)},
     }
     identity = {
         **about,
@@ -166,7 +185,14 @@ def _measured(
     costs = None
     if config.costs:
         engine.close()  # peers are done
-        costs = cost_curve(Target(model), engine.clock, engine.encode(prompts[:1]).ids)
+        # Half-way through the answer to the median prompt.
+        context = int(median(each.shape[1] for each in ids)) + config.max_new_tokens // 2
+        costs = cost_curve(Target(model), engine.clock, ids[0], context)
+    expected: tuple[Expectation, ...] = ()
+    if config.expected:
+        engine.close()
+        temperatures = [temperature for temperature in config.temperatures if temperature > 0]
+        expected = expectations(Target(model), engine.drafters, ids, temperatures, config.seed)
     kept = _whole_rounds(done, len(units))
     result = Result(
         command=config.command,
@@ -175,6 +201,7 @@ def _measured(
         rows=tuple(row for measured in kept for row in measured.rows),
         failures=tuple(failure for measured in kept for failure in measured.failures),
         costs=costs,
+        expected=expected,
     )
     write_result(config.out, result)
     if len(done) == len(units) * config.rounds:
@@ -227,20 +254,32 @@ def settings(config: BenchConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
             "count": len(prompts),
             "digest": prompts_digest(prompts),
         },
-        "draft_model": None if config.draft_model is None else config.draft_model.name,
+        "draft_model": None if config.draft_model is None else public_name(str(config.draft_model)),
         "draft_tokens": config.draft_tokens,
         "costs": config.costs,
     }
 
 
-def target_facts(name: str, model: PreTrainedModel) -> dict[str, Any]:
-    """Name, dtype and shape of a target, and a few of its weights, which tell it from others of that shape."""
+def _weights(engine: Engine) -> dict[str, str]:
+    """Digests of what drafts, by the name of its method: heads may be trained anew in the same folder."""
+    found = {name: weights_digest(drafter) for name, drafter in engine.drafters}
+    if engine.draft_model is not None:
+        found["draft model"] = weights_digest(engine.draft_model)
+    return {name: digest for name, digest in found.items() if digest != weights_digest(None)}
+
+
+@torch.no_grad()
+def target_facts(name: str, model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
+    """Name, dtype and shape of a target, a few of its weights, which tell it from others of that shape, and how large
+    its largest logits are after `[1, L]` ids: the power of two below the median of their magnitudes."""
     fingerprint = Fingerprint.of(model)
+    largest = float(model(ids).logits[0].float().amax(-1).abs().median())
     return {
         "name": Path(name).name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "attention": model.config.get_text_config()._attn_implementation,
+        "logits": 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0,
         **fingerprint.to_dict(),
         "sample": list(fingerprint.sample),
     }
@@ -260,10 +299,27 @@ def versions() -> dict[str, Any]:
     """Of treedec and of what its speed depends on."""
     return {
         "treedec": treedec.__version__,
+        "sources": sources_digest(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+# Modules that tell of a result, and take no part in it.
+_TELLING = ("report.py", "plots.py", "markdown.py", "losses.py", "statistics.py", "theory.py")
+
+
+@cache
+def sources_digest() -> str:
+    """Hex blake2b of 8 bytes over the code that decodes and measures: rows of other code are another run's."""
+    packages = [Path(str(module.__file__)).parent for module in (treedec, heads, benchmarks)]
+    files = {path.resolve(): path.name for package in packages for path in package.rglob("*.py")}
+    digest = blake2b(digest_size=8)
+    for path in sorted(files):
+        if path.name not in _TELLING and not {"cli", "training"} & set(path.parts[-2:-1]):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def summary(result: Result) -> dict[str, dict[str, Any]]:

@@ -150,11 +150,11 @@ class MeteredDrafter(Drafter):
     """A drafter whose sessions are timed, and whose trees are kept with what became of them."""
 
     def __init__(self, drafter: Drafter, meter: Meter):
-        self._drafter, self._meter = drafter, meter
+        self.drafter, self._meter = drafter, meter
         self.name, self.max_nodes, self.features = drafter.name, drafter.max_nodes, drafter.features
 
     def start(self, target: Target, batch: int, capacity: int) -> DraftSession:
-        return _MeteredSession(self._drafter.start(target, batch, capacity), self._meter)
+        return _MeteredSession(self.drafter.start(target, batch, capacity), self._meter)
 
 
 class _MeteredSession(DraftSession):

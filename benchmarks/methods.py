@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +53,7 @@ class Kind(Enum):
     AR = "ar"
     VANILLA = "vanilla"
     HF_ASSISTED = "hf-assisted"
+    HF_ASSISTED_DEFAULT = "hf-assisted-default"
     HF_PROMPT_LOOKUP = "hf-prompt-lookup"
     DRAFTER = "drafter"
     PEER = "peer"
@@ -62,12 +64,12 @@ class Kind(Enum):
 
     @property
     def needs_draft_model(self) -> bool:
-        return self in (Kind.VANILLA, Kind.HF_ASSISTED)
+        return self in (Kind.VANILLA, Kind.HF_ASSISTED, Kind.HF_ASSISTED_DEFAULT)
 
     @property
     def batches(self) -> bool:
         """Whether it decodes several prompts together."""
-        return self not in (Kind.HF_ASSISTED, Kind.HF_PROMPT_LOOKUP, Kind.PEER)
+        return self not in (Kind.HF_ASSISTED, Kind.HF_ASSISTED_DEFAULT, Kind.HF_PROMPT_LOOKUP, Kind.PEER)
 
 
 _NAMED = {kind.value: kind for kind in Kind if kind not in (Kind.DRAFTER, Kind.PEER)}
@@ -136,8 +138,8 @@ def _parse(text: str, target: str) -> Method:
     if at and (nodes is None or nodes < 2):
         raise ValueError(f"method {text!r}: behind the @ belongs a number of nodes, the root included, of at least 2")
     kind = Kind.PEER if name.startswith(PREFIX) else _NAMED.get(name, Kind.DRAFTER)
-    if kind in (Kind.HF, Kind.AR, Kind.PEER) and at:
-        raise ValueError(f"method {text!r}: {name} has no trees, so no @NODES")
+    if kind in (Kind.HF, Kind.AR, Kind.HF_ASSISTED_DEFAULT, Kind.PEER) and at:
+        raise ValueError(f"method {text!r}: {name} has no trees of a size that could be set, so no @NODES")
     if kind is Kind.PEER:
         return Method(text, kind, _peer(name))
     if kind is not Kind.DRAFTER:
@@ -148,7 +150,7 @@ def _parse(text: str, target: str) -> Method:
     for member in members:
         if member not in _WITHOUT_FOLDER and not _exists(member):
             raise ValueError(f"unknown method {text!r}: known are {_known()}")
-    return Method("+".join(map(_public, members)) + at + size, kind, name, nodes)
+    return Method("+".join(map(public_name, members)) + at + size, kind, name, nodes)
 
 
 def _peer(name: str) -> str:
@@ -185,7 +187,7 @@ def _exists(name: str) -> bool:
         return False
 
 
-def _public(member: str) -> str:
+def public_name(member: str) -> str:
     """A folder without those above it, which are nobody else's business; `heads` with the one that tells it apart."""
     parts = Path(member).parts
     if len(parts) < 2:
@@ -307,7 +309,7 @@ class Engine:
         self.eos: tuple[int, ...] = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         self.pad: int | None = config.pad_token_id if config.pad_token_id is not None else next(iter(self.eos), None)
         self._meter = Meter(self.clock)
-        self._drafters: dict[Method, Drafter] = {}  # they are immutable: conditions share them
+        self._drafters: dict[Method, MeteredDrafter] = {}  # they are immutable: conditions share them
         self.target = MeteredTarget(model, self._meter)
         self.peers = Peers(
             peers_folder, model, tokenizer, max_new_tokens=max_new_tokens, eos=self.eos, draft_model=draft_model
@@ -349,6 +351,14 @@ class Engine:
         target = self.compiled_target if method.compiled else self.target
         return lambda batch: self._stream(batch, target, drafter, {**arguments, "acceptance": condition.acceptance})
 
+    @property
+    def drafters(self) -> list[tuple[str, Drafter]]:
+        """Those of the methods prepared so far, by name; of several with the same weights the first."""
+        found: dict[tuple[Kind, str | None], tuple[str, Drafter]] = {}
+        for method, metered in self._drafters.items():
+            found.setdefault((method.kind, method.source), (method.name, metered.drafter))
+        return list(found.values())
+
     @cached_property
     def compiled_target(self) -> MeteredTarget:
         """`target`, but with compiled passes; compilation happens in the first ones, which are warm-up."""
@@ -377,6 +387,8 @@ class Engine:
             return {"prompt_lookup_num_tokens": self._chain(method, _LOOKUP_TOKENS)}
         if method.kind is Kind.HF_ASSISTED:
             return {"assistant_model": constant_assistant(self._needed(method), self._chain(method, self.draft_tokens))}
+        if method.kind is Kind.HF_ASSISTED_DEFAULT:
+            return {"assistant_model": _own_assistant(self._needed(method))}
         return {}
 
     def _needed(self, method: Method) -> PreTrainedModel:
@@ -450,11 +462,42 @@ def constant_assistant(model: PreTrainedModel, tokens: int) -> PreTrainedModel:
     transformers reads from the assistant's own generation configuration how it drafts; by default it stops where the
     assistant is unsure.
     """
-    assistant = copy.copy(model)
-    config = copy.deepcopy(model.generation_config)
+    assistant = _own_assistant(model)
+    config = assistant.generation_config
     assert config is not None  # every model that generates has one
     config.num_assistant_tokens = tokens
     config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = 0.0
-    assistant.generation_config = config
     return assistant
+
+
+def _own_assistant(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, sharing its weights, with a generation configuration of its own: transformers writes into it."""
+    assistant = copy.copy(model)
+    assistant.generation_config = copy.deepcopy(model.generation_config)
+    return assistant
+
+
+def weights_digest(part: object) -> str:
+    """Hex blake2b of 8 bytes over all weights of a module, of a `Target`'s model, or of what a drafter holds of these.
+
+    Two drafters have it in common only if they have the same weights; without any, as n-gram look-up, all have.
+    """
+    digest = blake2b(digest_size=8)
+    for module in _modules(part):
+        for name, weight in sorted(module.state_dict().items()):
+            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+            digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _modules(part: object) -> list[torch.nn.Module]:
+    if isinstance(part, torch.nn.Module):
+        return [part]
+    if isinstance(part, Target):
+        return [part.model]
+    if isinstance(part, (tuple, list)):
+        return [module for member in part for module in _modules(member)]
+    if isinstance(part, Drafter):
+        return [module for _, member in sorted(vars(part).items()) for module in _modules(member)]
+    return []

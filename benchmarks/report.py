@@ -7,12 +7,13 @@ rows of the result files, and the same files give the same report, byte for byte
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from treedec.benchmarks.losses import is_ours, losses, rivals
+from treedec.benchmarks.losses import fastest_rival, is_compiled, is_ours, losses, rivals
 from treedec.benchmarks.markdown import (
     NOTHING,
     cell,
@@ -25,11 +26,11 @@ from treedec.benchmarks.markdown import (
     table,
     yes,
 )
-from treedec.benchmarks.methods import REFERENCE
+from treedec.benchmarks.methods import COMPILED, REFERENCE
 from treedec.benchmarks.plots import SOFTWARE, draw
 from treedec.benchmarks.results import Condition, Result
-from treedec.benchmarks.statistics import Estimate, Figures, Summary, near_tie
-from treedec.benchmarks.theory import CostCurve, condition_nodes, predictions
+from treedec.benchmarks.statistics import Estimate, Figures, Summary
+from treedec.benchmarks.theory import RULES, CostCurve, condition_nodes, predictions
 from treedec.models import Fingerprint
 
 REPORT = "report.md"
@@ -38,6 +39,15 @@ _MARK = f"<!-- {SOFTWARE} -->"
 _SAME_TOKENS = "coupled"
 _LOSSY = "typical"
 _PLAIN = "ar"  # decodes by treedec's own passes without drafts: what predicted speed-ups are over
+# What one has to know of a method, by its name.
+_REMARKS = {
+    re.compile("hf-assisted(@.*)?"): "hf-assisted is told to draft as many tokens in every pass as vanilla does, so "
+    "that the two can be compared; hf-assisted-default is how transformers drafts unless told otherwise.",
+    re.compile(f"{_PLAIN}|{COMPILED}{_PLAIN}"): f"× {_PLAIN}: over treedec's own passes without drafts, which are "
+    "compiled where the condition's are.",
+    re.compile("peer:(llama.cpp|vllm)"): "llama.cpp and vLLM decode without drafts here, as they do unless told "
+    "otherwise.",
+}
 _LONG = {("target", "sample")}  # sixteen weights, which the result file keeps
 _MEASURES = {False: "decoding", True: "with prefill"}
 _INTERVALS = (
@@ -126,7 +136,7 @@ def _other_target(one: Result, other: Result) -> str | None:
     if all(name in result.target for name in names for result in (one, other)):
         prints = [Fingerprint.from_dict({name: result.target[name] for name in names}) for result in (one, other)]
         return prints[0].mismatch(prints[1])
-    for key in sorted({*one.target, *other.target} - {"dtype", "attention"}):
+    for key in sorted({*one.target, *other.target} - {"dtype", "attention", "logits"}):
         if one.target.get(key) != other.target.get(key):
             return f"{key} is {one.target.get(key)!r} and {other.target.get(key)!r}"
     return None
@@ -147,15 +157,16 @@ def _other_prompts(one: Result, other: Result) -> str | None:
 
 
 def _of_common_prompts(results: Sequence[Result]) -> list[Result]:
-    """The runs without what only some of them reached."""
-    common = frozenset.intersection(*(result.reached for result in results))
+    """The runs with the rows of those prompts only that all of them decoded in every condition."""
+    if len(results) == 1:
+        return list(results)
+    decoded = [{name for row in result.complete_rows() for name in row.prompts} for result in results]
+    common, reached = set.intersection(*decoded), frozenset.intersection(*(result.reached for result in results))
     return [
-        result
-        if result.reached == common
-        else replace(
+        replace(
             result,
             rows=tuple(row for row in result.rows if common.issuperset(row.prompts)),
-            failures=tuple(failure for failure in result.failures if common.issuperset(failure.prompts)),
+            failures=tuple(failure for failure in result.failures if reached.issuperset(failure.prompts)),
         )
         for result in results
     ]
@@ -183,6 +194,7 @@ def _page(summary: Summary, baseline: str, title: str, prefix: str, pictures: It
         _acceptance_text(summary),
         picture("accepted_length", "Histogram of accepted lengths"),
         picture("acceptance", "Acceptance by depth and rank"),
+        _expected(summary),
         "## Where the time goes",
         _time_split(summary),
         picture("time_split", "Time per token: target, drafting, the rest"),
@@ -204,7 +216,9 @@ def _unfinished(result: Result) -> str:
 
 
 def _overview(summary: Summary, baseline: str) -> str:
+    with_plain = baseline != _PLAIN and any(condition.method == _PLAIN for condition in summary.conditions)
     header = ["condition", "tokens/s", f"× {baseline}", f"× {baseline}, with prefill"]
+    header += [f"× {_PLAIN}"] if with_plain else []
     header += ["mean accepted length", "same tokens as hf", "near-ties"]
     rows = []
     for index, condition in enumerate(summary.conditions):
@@ -216,6 +230,7 @@ def _overview(summary: Summary, baseline: str) -> str:
                 _label(summary, index) + (" (lossy)" if _lossy(condition) else ""),
                 decimal(summary.speed(index).value, 1),
                 *ratios,
+                *([_ratio(summary, index, _plain(summary, index))] if with_plain else []),
                 decimal(figures.mean_accepted_length),
                 percent(figures.exact_match) if comparable else NOTHING,
                 _tied(figures) if condition.temperature == 0 else NOTHING,
@@ -228,9 +243,17 @@ def _overview(summary: Summary, baseline: str) -> str:
         "already, so for these the ratio with prefill is the fair one. Mean accepted length: tokens per target pass "
         f"after the prefill. Same tokens: share of outputs equal to those of `{REFERENCE}`; of sampling, only "
         f"`{_SAME_TOKENS}` promises that. Near-ties: of the greedy outputs that part from it, the share that do so "
-        f"where the target's logits are within {near_tie(dtype):.2g}, a few roundings in {dtype}."
+        f"where the target's logits are within {summary.tie:.2g}, a few roundings in {dtype}."
     )
+    methods = [condition.method for condition in summary.conditions]
+    legend += "".join(f" {said}" for prefix, said in _REMARKS.items() if any(map(prefix.fullmatch, methods)))
     return f"{table(header, rows)}\n\n{legend}"
+
+
+def _plain(summary: Summary, index: int) -> int | None:
+    """What decodes by the same passes without drafts."""
+    method = COMPILED + _PLAIN if is_compiled(summary.conditions[index]) else _PLAIN
+    return summary.baseline_of(index, method) if is_ours(summary.conditions[index]) else None
 
 
 def _tied(figures: Figures) -> str:
@@ -257,10 +280,10 @@ def _losses(summary: Summary) -> str:
         f"{counted(summary.categories, 'category', 'categories')}; "
         + (f"against `{REFERENCE}`, decoding and with prefill" if compared else f"`{REFERENCE}` was not run")
         + "; "
-        + (f"against the fastest of {', '.join(others)}, with prefill." if others else "no other method was run.")
+        + (f"likewise against the fastest of {', '.join(others)}." if others else "no other method was run.")
         + " A loss is a ratio whose whole interval lies below 1; of equally fast methods, one in 40 has it by chance."
     )
-    parts = [looked]
+    parts = [looked, *_beside_rivals(summary, ours)]
     if found:
         rows = [
             [
@@ -295,6 +318,20 @@ def _losses(summary: Summary) -> str:
     if wrong:
         parts.append(f"Other greedy tokens than `{REFERENCE}`, and not at a near-tie: {', '.join(wrong)}.")
     return "\n\n".join(parts)
+
+
+def _beside_rivals(summary: Summary, ours: Sequence[int]) -> list[str]:
+    """A table of the ratios to the fastest rivals, whichever way they come out; nothing without rivals."""
+    rows = []
+    for index in ours:
+        best = [fastest_rival(summary, index, prefill) for prefill in (False, True)]
+        if best != [None, None]:
+            rows.append([_label(summary, index)])
+            for prefill, rival in zip((False, True), best, strict=True):
+                ratio = NOTHING if rival is None else _ratio(summary, index, rival, prefill=prefill)
+                rows[-1] += [NOTHING if rival is None else _label(summary, rival), ratio]
+    header = ["condition", "fastest other, decoding", "speed over it", "fastest other, with prefill", "speed over it"]
+    return [f"Over all prompts, beside the fastest of the others:\n\n{table(header, rows, False)}"] if rows else []
 
 
 def _losses_of_all(summaries: Sequence[Summary]) -> str:
@@ -332,6 +369,51 @@ def _acceptance_text(summary: Summary) -> str:
     return "No method told how many tokens its passes committed."
 
 
+def _expected(summary: Summary) -> str:
+    """What each rule should accept of the first level, beside what was accepted there."""
+    expected = summary.result.expected
+    if not expected:
+        return ""
+    drafts = sorted({each.drafts for each in expected})
+    rows: dict[tuple[str, float, str], dict[int, str]] = {}
+    for each in expected:
+        error = "" if each.error is None else f" ± {each.error:.3f}"
+        rows.setdefault((each.method, each.temperature, each.rule), {})[each.drafts] = f"{each.acceptance:.3f}{error}"
+    header = ["drafts of", "rule", *(counted(range(n), "child", "children") for n in drafts)]
+    lines = [
+        [cell(f"{method} T={temperature:g}"), RULES.get(rule, rule), *(found.get(n, NOTHING) for n in drafts)]
+        for (method, temperature, rule), found in rows.items()
+    ]
+    measured = [
+        f"{_label(summary, index)} {accepted:.3f} of {children:.1f} children"
+        for index, condition in enumerate(summary.conditions)
+        if condition.temperature > 0 and (first := _first_level(summary.figures(index))) is not None
+        for children, accepted in [first]
+    ]
+    positions = sorted({each.positions for each in expected})
+    note = (
+        "How often a child of a node should be accepted, from the distributions of target and drafter at "
+        f"{' or '.join(map(str, positions))} tokens that the target sampled after some of the prompts; ± is the "
+        "standard error over these. No rule can do better than the optima with the same drafts; deterministic children "
+        "are other drafts."
+    )
+    if measured:
+        note += (
+            f" Measured at the roots of the trees: {', '.join(measured)}. Their number of children varies, and where "
+            "the drafter is bad, a place is a root more often."
+        )
+    return f"### Expected acceptance of one step\n\n{table(header, lines)}\n\n{note}"
+
+
+def _first_level(figures: Figures) -> tuple[float, float] | None:
+    """Mean number of children of the roots that have any, and how often one of them was accepted."""
+    first = {rank: counts for (depth, rank), counts in (figures.acceptance_by_place or {}).items() if depth == 1}
+    if not first:
+        return None
+    roots = first[1][0]
+    return sum(reached for reached, _ in first.values()) / roots, sum(taken for _, taken in first.values()) / roots
+
+
 def _time_split(summary: Summary) -> str:
     rows = []
     for index in range(len(summary.conditions)):
@@ -360,7 +442,7 @@ def _predicted(summary: Summary, baseline: str) -> str:
     rows, curve = [], CostCurve.of(costs)
     for index, prediction in found.items():
         figures, nodes = summary.figures(index), condition_nodes(summary, index)
-        other = summary.baseline_of(index, _PLAIN)
+        other = _plain(summary, index)
         if other is None:
             other = summary.baseline_of(index, baseline)
         assert figures.passes and figures.draft_seconds is not None and nodes is not None

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 2
+SCHEMA = 3
 
 # Rules that are not worth a word, because they are what one gets without asking.
 _DEFAULT_RULES = (None, "greedy", "coupled")
@@ -128,20 +131,41 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Expectation:
+    """How often an acceptance rule should accept a child of a node: see `treedec.benchmarks.distributions`.
+
+    Attributes:
+        method: whose drafter it is about.
+        temperature: of the target and the drafter.
+        positions: nodes that it is the mean over.
+        rule, drafts, acceptance, error: see `treedec.benchmarks.theory.Expected`.
+    """
+
+    method: str
+    temperature: float
+    positions: int
+    rule: str
+    drafts: int
+    acceptance: float
+    error: float | None
+
+
+@dataclass(frozen=True)
 class Result:
     """A finished run, or as much of one as there was time for.
 
     Attributes:
         command: what was typed, with the names of files but not the folders they lie in.
         machine: processor, threads, device and system.
-        versions: of treedec, torch and transformers.
-        target: name, dtype and shape of the model.
+        versions: of treedec, torch and transformers, and a digest of the code that decodes and measures.
+        target: name, dtype and shape of the model, and `logits`, the power of two below its largest logits.
         settings: seed, lengths, rounds, prompts and whatever else decided the run.
         conditions: all different.
         rows: every decode, in the order in which they were run.
         failures: see `Failure`.
         costs: `{"nodes": […], "seconds": […], "context": int, "compiled": bool}`: median seconds of a pass over a tree
             of so many nodes behind `context` tokens; None where that was not measured.
+        expected: see `Expectation`; empty where that was not computed, as for greedy decoding, which has one rule.
     """
 
     command: str
@@ -153,6 +177,7 @@ class Result:
     rows: tuple[Row, ...]
     failures: tuple[Failure, ...]
     costs: dict[str, Any] | None
+    expected: tuple[Expectation, ...]
 
     @property
     def unfinished(self) -> bool:
@@ -238,7 +263,7 @@ def from_json(kind: Any, data: object, where: str = "") -> Any:
     """A part of a result from JSON, which is taken at no word.
 
     Args:
-        kind: `Result`, `Row`, `Failure` or `Condition`, or the type of one of their attributes.
+        kind: `Result`, `Row`, `Failure`, `Condition` or `Expectation`, or the type of one of their attributes.
         data: what `json.loads` made of it.
         where: the key it was found under, for messages; empty for the whole.
 
@@ -317,6 +342,15 @@ def _check(result: Result) -> None:
                 )
             if not part.prompts:
                 raise ValueError(f"{name}[{place}].prompts is empty")
+    for place, row in enumerate(result.rows):
+        _check_row(row, f"rows[{place}]")
+    decoded = Counter((row.condition, row.round, prompt) for row in result.rows for prompt in row.prompts)
+    if twice := [key for key, times in decoded.items() if times > 1]:
+        index, turn, prompt = twice[0]
+        label = result.conditions[index].label
+        raise ValueError(f"rows has prompt {prompt!r} twice in round {turn} of {label!r}: it would count twice")
+    if missing := [key for key in ("name", "dtype", "logits") if key not in result.target]:
+        raise ValueError(f"the key {missing[0]!r} is missing in target")
     labels = [condition.label for condition in result.conditions]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ValueError(f"conditions has {twice[0]!r} twice")
@@ -326,6 +360,18 @@ def _check(result: Result) -> None:
             raise ValueError(f"the key {missing[0]!r} is missing in costs")
         if len(result.costs["nodes"]) != len(result.costs["seconds"]):
             raise ValueError("costs.nodes and costs.seconds differ in length")
+
+
+def _check_row(row: Row, where: str) -> None:
+    """That its numbers can be true."""
+    for name in ("prefill_seconds", "decode_seconds", "draft_seconds", "target_seconds", "logit_gap"):
+        value = getattr(row, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{where}.{name} is {value}")
+    if row.accepted_lengths is not None and sum(row.accepted_lengths.values()) != row.passes:
+        raise ValueError(f"{where}.accepted_lengths has {sum(row.accepted_lengths.values())} passes, not {row.passes}")
+    if bad := [place for place in row.acceptance_by_place or () if not re.fullmatch("[1-9][0-9]*,[1-9][0-9]*", place)]:
+        raise ValueError(f"{where}.acceptance_by_place has the key {bad[0]!r}, which is no 'depth,rank'")
 
 
 def _refuse_constant(name: str) -> None:

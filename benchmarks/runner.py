@@ -33,7 +33,6 @@ from treedec.target import Target
 from treedec.tree import TokenTree
 
 COST_NODES = (1, 2, 4, 8, 16, 32, 64)
-COST_CONTEXT = 192
 _COST_REPEATS = 21
 
 
@@ -86,7 +85,7 @@ class Run:
         conditions: what is compared, with the method of each.
         units: what is decoded.
         rounds: how often.
-        seed: set before every decode.
+        seed: that of every decode derives from it: see `seed_of`.
 
     Raises:
         FileNotFoundError, ValueError: something that a method needs cannot be loaded.
@@ -154,13 +153,15 @@ class Run:
         rows: dict[tuple[int, int], tuple[Row, list[list[int]]]] = {}  # of condition and first prompt
         failures = []
         for step in range(count):
-            # Who goes first has the cache as another prompt left it, so that is everybody's turn once.
-            index = (self._first[place] + turn + step) % count
+            # Who goes first has the cache as another prompt left it, so that is everybody's turn once; and nobody
+            # always follows the same neighbour, whose threads may still be spinning.
+            first = self._first[place] + turn
+            index = (first + (step if first // count % 2 == 0 else -step)) % count
             size = self.conditions[index].batch
             for start in range(0, len(unit.prompts), size):
                 prompts = unit.prompts[start : start + size]
                 try:
-                    row, tokens = self._decode(index, prompts)
+                    row, tokens = self._decode(index, prompts, turn)
                 except BenchmarkDefect:
                     raise
                 except Exception as error:  # whatever a method raises
@@ -170,12 +171,12 @@ class Run:
         compared = [self._compared(unit, index, start, rows) for index, start in rows]
         return Measured(tuple(compared), tuple(failures))
 
-    def _decode(self, index: int, prompts: Sequence[Prompt]) -> tuple[Row, list[list[int]]]:
+    def _decode(self, index: int, prompts: Sequence[Prompt], turn: int = 0) -> tuple[Row, list[list[int]]]:
         """A row, which does not know its round yet, and the new tokens of each prompt."""
         condition = self.conditions[index]
         who = f"{condition.label}, prompt {', '.join(prompt.id for prompt in prompts)}"
         batch = self.engine.encode(prompts)
-        torch.manual_seed(self.seed)
+        torch.manual_seed(seed_of(self.seed, turn, prompts[0].id))
         decoded = self._decoders[index](batch)
         tokens = counted_tokens(decoded.rows, self.engine.eos, self.engine.pad, self.engine.max_new_tokens, who)
         if decoded.stats is not None:
@@ -219,6 +220,11 @@ class Run:
         return abs(float(logits[expected[place]] - logits[other[place]]))
 
 
+def seed_of(seed: int, turn: int, prompt: str) -> int:
+    """The seed of a decode, the same for all conditions: rounds and prompts that shared one would share their luck."""
+    return int.from_bytes(blake2b(json.dumps([seed, turn, prompt]).encode(), digest_size=6).digest(), "big")
+
+
 def _row(index: int, prompts: Sequence[Prompt], batch: Batch, decoded: Decoded, tokens: list[list[int]]) -> Row:
     # Without drafts the pass over the prompt yields the first token, and every further pass one.
     plain = sum(len(row) - 1 for row in tokens)
@@ -252,14 +258,20 @@ def _said(error: Exception) -> str:
 
 
 def cost_curve(
-    target: Target, clock: Clock, text: Tensor, nodes: Sequence[int] = COST_NODES, repeats: int = _COST_REPEATS
+    target: Target,
+    clock: Clock,
+    text: Tensor,
+    context: int,
+    nodes: Sequence[int] = COST_NODES,
+    repeats: int = _COST_REPEATS,
 ) -> dict[str, Any]:
     """Median seconds of a pass over a tree, by its size; the sizes take turns.
 
     Args:
         target: runs the passes; nothing is committed.
         clock: takes the times.
-        text: `[1, L]` ids; repeated or cut to a context of `COST_CONTEXT` tokens, or what the model has positions for.
+        text: `[1, L]` ids, repeated or cut.
+        context: length of the text before the tree, or what the model has positions for.
         nodes: sizes of the trees, which are binary.
         repeats: passes per size.
 
@@ -267,10 +279,10 @@ def cost_curve(
         What `Result.costs` holds.
     """
     largest = max(nodes)
-    context = min(COST_CONTEXT, (target.context_length or math.inf) - largest)
+    if target.context_length is not None:
+        context = min(context, target.context_length - largest)
     if context < 1:
         raise ValueError(f"the target's context of {target.context_length} tokens has no room for {largest} nodes")
-    context = int(context)
     ids = text.repeat(1, -(-context // text.shape[1]))[:, :context]
     cache = target.allocate(1, context + largest)
     with torch.no_grad():

@@ -8,7 +8,7 @@ and the same prompts for both sides of a ratio; the interval is where 95 % of th
 (percentile bootstrap, Efron & Tibshirani 1993, chapter 13; for few prompts with the quantiles moved outwards, as
 Hesterberg 2014, arXiv:1411.5279, advises). It covers the ratio that endlessly many prompts of this kind would have, and
 holds the noise of the clock as well, for each prompt brings its own. It needs prompts: simulated, it holds the truth in
-95 % of runs from 16 prompts on, in 94 % for 8, in 88 % for 4.
+95 % of runs from 16 prompts on, in 94 % for 8, in 88 % for 4; of fewer than `FEWEST` none is told.
 
 **What it says of a second run.** Two runs differ by the noise of both, and so by √2 of the spread of one: a second
 ratio leaves the interval of the first more often than once in 20, up to once in 6. `Estimate.repeat` is wider by √2 on
@@ -35,6 +35,7 @@ from treedec.benchmarks.results import Result, Row
 
 RESAMPLES = 2_000
 CONFIDENCE = 0.95
+FEWEST = 8  # prompts, or batches of these, that an interval needs
 
 # How many units in the last place (ulps) two logits may differ by and still count as tied. A tree pass and a sequential
 # pass round differently. In half precision, sums are accumulated in float32 and rounded once, so that a logit is off by
@@ -110,7 +111,7 @@ class Estimate:
 
     Attributes:
         value: over all prompts; NaN where nothing was decoded.
-        low, high: ends of the 95 % interval; 0 and infinity where fewer than two prompts leave it unknown.
+        low, high: ends of the 95 % interval; 0 and infinity where fewer than `FEWEST` prompts leave it unknown.
     """
 
     value: float
@@ -135,18 +136,20 @@ class Estimate:
         return self.low <= other.high and other.low <= self.high
 
 
-def near_tie(dtype: str) -> float:
-    """The largest logit gap that counts as a near-tie in a dtype such as "bfloat16": a few ulps of a logit in [16, 32).
+def near_tie(dtype: str, logits: float = 16.0) -> float:
+    """The largest logit gap that counts as a near-tie: a few ulps of a logit between `logits` and twice that.
 
-    That is where the largest logits of language models tend to lie. In bfloat16 it is 4 · 2⁻³ = 0.5, in float16 2⁻⁴ and
-    in float32 some 1e-4.
+    Args:
+        dtype: such as "bfloat16".
+        logits: the power of two below the target's largest logits; 16 is usual. There a near-tie is 4 · 2⁻³ = 0.5 in
+            bfloat16, 2⁻⁴ in float16 and some 1e-4 in float32.
 
     Raises:
         ValueError: another dtype than these and float64.
     """
     if dtype not in _TIED_ULPS:
         raise ValueError(f"no near-tie is defined for dtype {dtype!r}; known are {', '.join(_TIED_ULPS)}")
-    return _TIED_ULPS[dtype] * 16 * torch.finfo(getattr(torch, dtype)).eps
+    return _TIED_ULPS[dtype] * logits * torch.finfo(getattr(torch, dtype)).eps
 
 
 def pooled(rows: Sequence[Row], tie: float) -> Figures:
@@ -236,12 +239,13 @@ class Summary:
         conditions: of the run; a condition goes by its index here.
         categories: sorted.
         prompts: how many are complete.
+        tie: the largest logit gap that counts as a near-tie of this target.
     """
 
     def __init__(self, result: Result, resamples: int = RESAMPLES, seed: int = 0):
         self.result, self.conditions = result, result.conditions
         self._resamples, self._seed = resamples, seed
-        self._tie = near_tie(str(result.target.get("dtype")))
+        self.tie = near_tie(str(result.target["dtype"]), result.target["logits"])
         self._rows: dict[tuple[int, str | None], list[Row]] = {}
         for row in result.complete_rows():
             for category in (None, row.category):
@@ -258,7 +262,7 @@ class Summary:
     def figures(self, condition: int, category: str | None = None) -> Figures:
         key = condition, category
         if key not in self._figures:
-            self._figures[key] = pooled(self.rows(*key), self._tie)
+            self._figures[key] = pooled(self.rows(*key), self.tie)
         return self._figures[key]
 
     def speed(self, condition: int, category: str | None = None, prefill: bool = False) -> Estimate:
@@ -352,7 +356,7 @@ def _estimate(sums: np.ndarray, resamples: int, seed: int) -> Estimate:
     """The pooled figure of `[units, 2]` sums (tokens per second) or of `[units, 4]` (a ratio of these)."""
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(_figure(sums.sum(0)))
-        if len(sums) < 2 or not math.isfinite(value):
+        if len(sums) < FEWEST or not math.isfinite(value):
             return Estimate(value, 0.0, math.inf)
         drawn = _figure(_draws(len(sums), resamples, seed) @ sums)
     low, high = np.quantile(drawn[np.isfinite(drawn)], [tail := _tail(len(sums)), 1 - tail])

@@ -39,7 +39,7 @@ class Expected:
         rule: a key of `RULES`; the two optima are what no rule can exceed that drafts as they say.
         drafts: k, children of the node.
         acceptance: expected probability, mean over the nodes.
-        error: its standard error over the nodes, which holds that of the Monte Carlo estimates; None for one node.
+        error: its standard error, which holds that of the Monte Carlo estimates; None for one text.
     """
 
     rule: str
@@ -180,7 +180,12 @@ def condition_nodes(summary: Summary, index: int) -> int | None:
 
 
 def expected_acceptance(
-    p: Tensor | np.ndarray, q: Tensor | np.ndarray, drafts: Sequence[int] = (1, 2, 4, 8), draws: int = 64, seed: int = 0
+    p: Tensor | np.ndarray,
+    q: Tensor | np.ndarray,
+    drafts: Sequence[int] = (1, 2, 4, 8),
+    draws: int = 64,
+    seed: int = 0,
+    texts: Sequence[int] | None = None,
 ) -> tuple[Expected, ...]:
     """Expected acceptance of one step by every rule of `RULES`, for several numbers of drafts.
 
@@ -191,6 +196,8 @@ def expected_acceptance(
         drafts: numbers of children.
         draws: Monte Carlo draws per node.
         seed: of these.
+        texts: for each node which text it is from, for standard errors: nodes of one text are no independent ones. None
+            takes each for a text of its own.
 
     Raises:
         ValueError: no nodes, other shapes, rows that are no probabilities, or fewer than one draft.
@@ -205,7 +212,8 @@ def expected_acceptance(
     ways["coupled"] = torch.cat([coupled_single(p, q)[:, None], ways["coupled"][:, 1:]], 1)
     ways["residual"] = torch.cat([residual_single(p, q)[:, None], ways["residual"][:, 1:]], 1)
     ways["optimum_iid"] = optimum_iid(p, q, max(drafts))
-    return tuple(_expected(rule, k, ways[rule][:, k - 1]) for rule in RULES for k in drafts)
+    groups = torch.arange(len(p)) if texts is None else torch.tensor(texts)
+    return tuple(_expected(rule, k, ways[rule][:, k - 1], groups) for rule in RULES for k in drafts)
 
 
 def residual_single(p: Tensor, q: Tensor) -> Tensor:
@@ -245,6 +253,11 @@ def optimum_iid(p: Tensor, q: Tensor, drafts: int) -> Tensor:
     return torch.stack([1 + (inside_p - inside_q**k).amin(-1).clamp(max=0) for k in range(1, drafts + 1)], -1)
 
 
-def _expected(rule: str, drafts: int, accepted: Tensor) -> Expected:
-    error = float(accepted.std()) / len(accepted) ** 0.5 if len(accepted) > 1 else None
-    return Expected(rule, drafts, float(accepted.mean()), error)
+def _expected(rule: str, drafts: int, accepted: Tensor, groups: Tensor) -> Expected:
+    """The mean over all nodes and its standard error, by the sums of what each group is off (clustered)."""
+    mean = accepted.mean()
+    _, places = groups.unique(return_inverse=True)
+    count = int(places.max()) + 1
+    off = accepted.new_zeros(count).index_add_(0, places.to(accepted.device), accepted - mean)
+    error = float(off.square().sum() * count / (count - 1)) ** 0.5 / len(accepted) if count > 1 else None
+    return Expected(rule, drafts, float(mean), error)

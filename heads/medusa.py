@@ -96,6 +96,9 @@ class MedusaDrafter(Drafter):
         model: the target whose LM head they share, unless they have their own.
         growth: the shape of the trees.
 
+    Attributes:
+        draft_ids: `[Vd]` int64, the target's ids that can be drafted; None for all of them.
+
     Raises:
         ValueError: the heads do not fit the model, or the policy asks for a tree deeper than the heads or wider than
             the draft vocabulary.
@@ -120,10 +123,10 @@ class MedusaDrafter(Drafter):
             )
         self.heads, self.growth, self.max_nodes = heads, growth, growth.nodes
         self._target_config = model.config.get_text_config()
-        self._trimmed = config.draft_vocab_size < config.vocab_size
+        self.draft_ids = heads.draft_ids if config.draft_vocab_size < config.vocab_size else None
         if heads.lm_heads is None:
             # A copy of the trimmed rows: gathering them anew in every round would cost as much as the product itself.
-            self._weight = head.weight.detach()[heads.draft_ids] if self._trimmed else head.weight.detach()
+            self._weight = head.weight.detach() if self.draft_ids is None else head.weight.detach()[heads.draft_ids]
             bias = getattr(head, "bias", None)
             self._bias = None if bias is None else bias.detach()[heads.draft_ids]
 
@@ -149,14 +152,14 @@ class MedusaDrafter(Drafter):
             return [[] for _ in state.room], [[] for _ in state.room]
         scores = state.shape(self.logits(state.hidden, depths)).softmax(-1)
         if state.drafting is Drafting.COUPLED:
-            drafted = self.heads.draft_ids if self._trimmed else slice(None)
+            drafted = slice(None) if self.draft_ids is None else self.draft_ids
             scores = scores / torch.stack([state.noise(depth + 1)[:, drafted] for depth in range(depths)])
         top, index = scores.topk(self.growth.branching, dim=-1)
         if state.drafting is Drafting.COUPLED:
             # Races are won in proportion to the odds: the share of a candidate stands for its chance of being the
             # winner.
             top = top / top.sum(-1, keepdim=True)
-        ids = self.heads.draft_ids[index] if self._trimmed else index
+        ids = index if self.draft_ids is None else self.draft_ids[index]
         return ids.transpose(0, 1).tolist(), top.transpose(0, 1).tolist()
 
 

@@ -18,6 +18,11 @@ from treedec.benchmarks.peers.process import Answer, PeerError, Worker
 
 WORKER = Path(__file__).with_name("worker.py")
 _MOST_CONTEXT = 8192
+# What of a generation configuration peers are told, or what is set otherwise for all methods.
+_TOLD = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache",
+    "do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens",
+}  # fmt: skip
 # The threads of whoever decoded before may spin for some milliseconds after their last work.
 _SETTLE_SECONDS = 0.02
 # What may lie between our clock and a peer's, as a share and in seconds: messages, and a machine that is busy.
@@ -62,13 +67,18 @@ class Peers:
 
         Raises:
             FileNotFoundError: its environment is missing.
-            ValueError: it cannot decode this target; the message quotes its log.
+            ValueError: it cannot decode this target; the message quotes its log, or the setting that it does not know.
         """
         if name in self._workers:
             return
         check_installed(self._folder, [name])
         if self._model.device.type != "cpu":
             raise ValueError(f"peers decode on the CPU, and the target is on {self._model.device}: give --device cpu")
+        if settings := _unknown_settings(self._model):
+            raise ValueError(
+                f"method '{PREFIX}{name}': the target's generation configuration sets {', '.join(settings)}, which "
+                "peers are not told: their texts would be others"
+            )
         folder = self._folder.absolute()
         jobs = folder / "jobs"
         jobs.mkdir(parents=True, exist_ok=True)
@@ -125,10 +135,16 @@ class Peers:
         }
 
 
+def _unknown_settings(model: PreTrainedModel) -> list[str]:
+    """What a target's generation configuration says beyond what peers are told."""
+    config = model.generation_config
+    told = {} if config is None else config.to_diff_dict()
+    # Penalties of 1, lengths of 0 and switches change nothing.
+    return sorted(key for key, value in told.items() if key not in _TOLD and value not in (None, 0, 1))
+
+
 def _environment() -> dict[str, str]:
     return {
-        # Idle threads sleep instead of spinning, which would cost those who decode next. Say otherwise to compare.
-        "OMP_WAIT_POLICY": "PASSIVE",
         **os.environ,
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "TOKENIZERS_PARALLELISM": "false",

@@ -66,6 +66,10 @@ def test_a_run_from_end_to_end(run, usual, folder, tmp_path):
     for row in result.rows:
         if result.conditions[row.condition].acceptance in ("greedy", "coupled"):
             assert row.matches
+    assert {(each.method, each.temperature) for each in result.expected} == {
+        ("vanilla", 1.0),
+        (f"{folder.name}@3", 1.0),
+    }
     said = json.loads(out.splitlines()[-1])
     assert (said["prompts"], said["excluded"], said["rows"]) == (4, 0, len(result.rows))
     assert list(said["conditions"]) == labels
@@ -78,6 +82,22 @@ def test_a_run_from_end_to_end(run, usual, folder, tmp_path):
     assert "--no-costs" in result.command and "--draft-model" in result.command
 
 
+def test_what_is_expected_need_not_be_computed(run, usual, folder, tmp_path):
+    code, _, err = run(*usual, "--methods", f"{folder}@3", "--temperatures", "1", "--limit", 1, "--no-expected")
+    assert code == 0, err
+    assert read_result(tmp_path / "out" / "r.json").expected == ()
+
+
+def test_out_of_minutes_it_says_how_to_go_on(run, usual, tmp_path):
+    journal = tmp_path / "out" / "r.json.partial.jsonl"
+    code, out, err = run(*usual, "--methods", "hf,ngram", "--minutes", 0)
+    assert code == 0, err
+    assert "1 prompts, 0 excluded, 3 not reached, 2 rows" in out and f"{journal} keeps what was measured" in out
+    code, out, err = run(*usual, "--methods", "hf,ngram", "--json")
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["not_reached"] == 0 and not journal.exists()
+
+
 def test_the_summary_is_a_table(run, usual):
     code, out, err = run(*usual, "--methods", "hf,ngram", "--limit", 1)
     assert code == 0, err
@@ -87,10 +107,10 @@ def test_the_summary_is_a_table(run, usual):
 def test_a_failing_prompt_is_counted(run, usual, monkeypatch, tmp_path):
     decode = Run._decode
 
-    def fails(self, index, asked):
+    def fails(self, index, asked, *turn):
         if index == 1 and asked[0].id == "3":
             raise RuntimeError("boom")
-        return decode(self, index, asked)
+        return decode(self, index, asked, *turn)
 
     monkeypatch.setattr(Run, "_decode", fails)
     code, out, err = run(*usual, "--methods", "hf,ngram")
@@ -141,6 +161,7 @@ def test_ctrl_c_says_how_to_go_on(run, usual, monkeypatch, tmp_path):
         (["--category", "rag"], "no category 'rag'; it has qa, code"),
         (["--limit", "0"], "--limit"),
         (["--rounds", "0"], "--rounds"),
+        (["--minutes", "-1"], "--minutes"),
         (["--threads", "0"], "--threads"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--dtype", "int3"], "--dtype"),
@@ -193,7 +214,7 @@ def test_reports_are_made_of_results(run, usual, monkeypatch, tmp_path):
 
 def test_a_report_of_a_file_cut_short_is_one_line(run, tmp_path):
     path = tmp_path / "r.json"
-    path.write_text('{"schema": 2, "rows": [')
+    path.write_text('{"schema": 3, "rows": [')
     code, out, err = run("report", path, "--out", tmp_path / "report")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert str(path) in err and "cut short" in err

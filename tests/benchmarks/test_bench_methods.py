@@ -22,9 +22,11 @@ from treedec.benchmarks.methods import (
     constant_assistant,
     parse_methods,
     public_command,
+    weights_digest,
 )
 from treedec.benchmarks.results import Condition
 from treedec.drafter import Outcome
+from treedec.heads import DraftModelDrafter, NgramDrafter, UnionDrafter
 from treedec.tree import TokenTree
 
 NEW = 24
@@ -68,7 +70,23 @@ def decode(engine, method, batch, temperature=0.0, acceptance=None, seed=0):
     return decoder(batch)
 
 
-ALL = ("hf", "ar", "vanilla", "hf-assisted", "hf-prompt-lookup", "ngram", "vanilla@8", "hf-assisted@3", "ngram@5")
+ALL = (
+    "hf", "ar", "vanilla", "hf-assisted", "hf-assisted-default", "hf-prompt-lookup", "ngram", "vanilla@8",
+    "hf-assisted@3", "ngram@5",
+)  # fmt: skip
+
+
+def test_weights_are_told_apart_wherever_they_are(pair):
+    model, draft = pair
+    nothing = weights_digest(None)
+    assert weights_digest(NgramDrafter()) == weights_digest(treedec.drafter.NoDrafts()) == nothing
+    digests = [weights_digest(part) for part in (model, draft)]
+    assert len({*digests, nothing}) == 3
+    assert weights_digest(treedec.Target(draft)) == weights_digest(DraftModelDrafter(draft, depth=2)) == digests[1]
+    assert weights_digest(UnionDrafter(NgramDrafter(), DraftModelDrafter(draft))) == digests[1]
+    changed = copy.deepcopy(draft)
+    next(changed.parameters())[0, 0] += 0.5
+    assert weights_digest(changed) != digests[1] == weights_digest(copy.deepcopy(draft))
 
 
 class TestNames:
@@ -110,6 +128,7 @@ class TestNames:
             ([""], "unknown method ''"),
             (["hf@4"], "hf has no trees"),
             (["ar@4"], "ar has no trees"),
+            (["hf-assisted-default@4"], "hf-assisted-default has no trees"),
             (["ngram@"], "number of nodes"),
             (["ngram@1"], "number of nodes"),
             (["ngram@x"], "number of nodes"),

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from treedec.benchmarks.results import SCHEMA, Condition, Failure, Result, Row, read_result, to_json, write_result
+from treedec.benchmarks.results import (
+    SCHEMA,
+    Condition,
+    Expectation,
+    Failure,
+    Result,
+    Row,
+    read_result,
+    to_json,
+    write_result,
+)
 
 
 def row(condition=0, prompts=("a",), round=0, **more):
@@ -33,8 +43,11 @@ def result(rows=(), failures=(), conditions=2):
         Condition("ar", 0.0, "greedy", 1),
     ]
     return Result(
-        "treedec bench", {"threads": 2}, {"torch": "2"}, {"name": "demo"}, {"seed": 0}, tuple(names[:conditions]),
+        "treedec bench", {"threads": 2}, {"torch": "2"}, {"name": "demo", "dtype": "bfloat16", "logits": 16.0},
+        {"seed": 0},
+        tuple(names[:conditions]),
         tuple(rows), tuple(failures), {"nodes": [1, 2], "seconds": [0.01, 0.011], "context": 192, "compiled": False},
+        (Expectation("ngram", 1.0, 96, "coupled", 4, 0.25, None),),
     )  # fmt: skip
 
 
@@ -99,6 +112,11 @@ def changed(change):
         (lambda data: data["conditions"][1].update(data["conditions"][0]), "'hf' twice"),
         (lambda data: data.update(machine=[]), "machine must be an object"),
         (lambda data: data["costs"].pop("context"), "'context' is missing in costs"),
+        (lambda data: data["target"].pop("dtype"), "'dtype' is missing in target"),
+        (lambda data: data["rows"].append(data["rows"][1]), "prompt 'a' twice in round 0 of 'recurrent@32 T=1"),
+        (lambda data: data["rows"][0].update(decode_seconds=-1.0), r"rows\[0\].decode_seconds is -1"),
+        (lambda data: data["rows"][1].update(passes=4), r"rows\[1\].accepted_lengths has 3 passes, not 4"),
+        (lambda data: data["rows"][1]["acceptance_by_place"].update({"0,1": [1, 1]}), "'0,1', which is no 'depth"),
         (lambda data: data["costs"]["nodes"].pop(), "differ in length"),
     ],
 )  # fmt: skip
@@ -110,7 +128,15 @@ def test_what_is_broken_is_named(tmp_path, change, said):
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"schema": 2, "rows": NaN}', "\udce9"])
+def test_numbers_too_large_for_a_float_are_named(tmp_path):
+    write_result(tmp_path / "result.json", WHOLE)
+    text = (tmp_path / "result.json").read_text()
+    (tmp_path / "result.json").write_text(text.replace('"draft_seconds": 0.25', '"draft_seconds": 1e999'))
+    with pytest.raises(ValueError, match=r"rows\[1\].draft_seconds is inf"):
+        read_result(tmp_path / "result.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"schema": 3, "rows": NaN}', "\udce9"])
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "result.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))

@@ -66,7 +66,7 @@ class TestOrder:
         run = run_of("hf", "ar", "ngram", rounds=2)
         rows, _ = rows_of(run)
         assert [(row.round, row.prompts, row.condition) for row in rows] == [
-            (turn, (str(place),), (place + turn + step) % 3)
+            (turn, (str(place),), (place + turn + (step if place + turn < 3 else -step)) % 3)
             for turn in (0, 1)
             for place in range(4)
             for step in range(3)
@@ -142,10 +142,14 @@ class TestFigures:
         hf = {row.prompts: row for row in rows if row.condition == 0}
         assert all(row.digest != hf[row.prompts].digest for row in rows if row.condition == 1)
 
-    def test_seeds_make_rounds_equal(self, run_of):
-        rows, _ = rows_of(run_of("ngram", temperatures=(1.0,), rules=("residual",), rounds=2, seed=3))
-        digests = [row.digest for row in rows]
-        assert digests[:4] == digests[4:] and len(set(digests)) == 4
+    def test_seeds_make_runs_equal_and_rounds_and_prompts_different(self, run_of):
+        asked = [Prompt(name, "qa", (TEXTS[0],)) for name in "ab"]
+        run = run_of("ngram", "hf", asked=asked, temperatures=(1.0,), rounds=2, seed=3)
+        rows, again = rows_of(run)[0], rows_of(run)[0]
+        assert [row.digest for row in rows] == [row.digest for row in again]
+        digests = {(row.round, row.prompts): row.digest for row in rows}
+        assert len(set(digests.values())) == len(digests) == 4
+        assert all(row.matches for row in rows)  # whatever decodes a prompt in a round does it by the same seed
 
     def test_a_method_slower_by_a_tenth_shows(self, run_of, tokenizer, monkeypatch):
         """On a clock that a pass of the model advances by a second, and one drafter by a tenth more."""
@@ -270,13 +274,13 @@ class TestCosts:
             return verify(cache, tree, features)
 
         monkeypatch.setattr(target, "verify", metered)
-        costs = cost_curve(target, Clock(model.device, lambda: now[0]), prompts(), nodes=(1, 2, 8), repeats=3)
+        costs = cost_curve(target, Clock(model.device, lambda: now[0]), prompts(), 192, nodes=(1, 2, 8), repeats=3)
         assert costs == {"nodes": [1, 2, 8], "seconds": [1.0, 2.0, 8.0], "context": 192, "compiled": False}
         assert sizes == [1, 2, 8] * 5
 
     def test_the_context_is_what_the_model_has(self):
         model = fresh_model(dtype=torch.float32, max_position_embeddings=100)
-        assert cost_curve(treedec.Target(model), Clock(model.device), prompts(), repeats=1)["context"] == 36
+        assert cost_curve(treedec.Target(model), Clock(model.device), prompts(), 192, repeats=1)["context"] == 36
 
 
 class TestJournal:
@@ -447,6 +451,23 @@ class TestBench:
             bench(other, load)
         assert bench(replace(other, overwrite=True), load).settings["seed"] == 1
 
+    @pytest.mark.parametrize(("what", "where"), [("sources_digest", "versions"), ("weights_digest", "settings")])
+    def test_other_code_and_other_weights_are_another_run(self, config, load, model, monkeypatch, what, where):
+        config = replace(config, methods=("ar", "vanilla"), draft_model=config.prompts.parent)
+        monkeypatch.setattr(bench_module, "load_draft_model", lambda *_: slightly_different(model))
+        known = bench(replace(config, minutes=0.0), load)
+        assert set(known.settings["weights"]) == {"vanilla", "draft model"}
+        original = getattr(bench_module, what)
+        monkeypatch.setattr(bench_module, what, lambda *part: original(*part) + "?" * any(part or "x"))
+        with pytest.raises(ValueError, match=f"another in {where}"):
+            bench(config, load)
+
+    def test_how_large_logits_are_is_measured(self, config, load, model, tokenizer):
+        ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
+        largest = model(ids).logits[0].amax(-1).abs().median()
+        scale = bench_module.target_facts("mine", model, ids)["logits"]
+        assert scale <= float(largest) < 2 * scale
+
     def test_prompts_that_changed_are_another_run(self, config, load, monkeypatch):
         with monkeypatch.context() as patch:
             self.stopped_after(patch, 4 + 2)
@@ -488,10 +509,10 @@ class TestBench:
     def test_costs_are_measured_when_asked_for(self, config, load, monkeypatch):
         seen = []
         monkeypatch.setattr(
-            bench_module, "cost_curve", lambda target, clock, text: seen.append(text.shape) or {
+            bench_module, "cost_curve", lambda target, clock, text, context: seen.append((text.shape, context)) or {
                 "nodes": [1], "seconds": [0.5], "context": 4, "compiled": False,
             },
         )  # fmt: skip
         result = bench(replace(config, costs=True, rounds=1), load)
-        assert result.costs["seconds"] == [0.5] and seen == [(1, 7)]
+        assert result.costs["seconds"] == [0.5] and seen == [((1, 7), 4 + NEW // 2)]
         assert read_result(config.out) == result

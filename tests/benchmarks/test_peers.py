@@ -31,7 +31,7 @@ from treedec.benchmarks.peers.names import PEERS, PEERS_FOLDER, check_installed,
 from treedec.benchmarks.peers.process import Answer, PeerError, PeerGone, Worker
 from treedec.benchmarks.prompts import Prompt
 from treedec.benchmarks.results import Condition, read_result
-from treedec.benchmarks.runner import Run, units_of
+from treedec.benchmarks.runner import Run, seed_of, units_of
 from treedec.cli import bench as command
 
 NEW = 6
@@ -430,7 +430,7 @@ class TestRuns:
             for text in TEXTS
             for temperature in (0, 1)
         )
-        assert {each["seed"] for each in asked} == {5}
+        assert {each["seed"] for each in asked} == {seed_of(5, 0, str(place)) % 2**31 for place in range(3)}
         assert len(run.engine.peers._workers) == 1 and not list(with_jobs.glob("*.json"))
 
     @pytest.mark.parametrize(
@@ -465,6 +465,18 @@ class TestRuns:
     def test_clocks_that_disagree_fail_the_prompt(self, run_of):
         _, failures = rows_of(run_of("peer:vllm", vllm="fast clock@2"))
         assert len(failures) == 1 and "says that it took 900.000 seconds, and its answer came" in failures[0].error
+
+    def test_a_target_with_settings_that_they_are_not_told_is_refused(self, environments):
+        model = fresh_model(dtype=torch.float32)
+        model.generation_config.update(
+            repetition_penalty=1.0, min_length=0, do_sample=True, top_k=5
+        )  # of no effect, or told
+        peers = pool.Peers(environments(), model, characters(), max_new_tokens=NEW, eos=())
+        peers.start("vllm")
+        peers.close()
+        model.generation_config.repetition_penalty = 1.3
+        with pytest.raises(ValueError, match="sets repetition_penalty, which peers are not told"):
+            peers.start("vllm")
 
     def test_a_peer_that_is_never_ready_is_a_mistake(self, run_of):
         with pytest.raises(ValueError, match=r"method 'peer:vllm': vllm ended with exit code 1.*no such model"):

@@ -11,7 +11,7 @@ import pytest
 from treedec.benchmarks import markdown, plots, report
 from treedec.benchmarks.losses import losses
 from treedec.benchmarks.report import render
-from treedec.benchmarks.results import Condition, Failure, Result, Row, read_result, write_result
+from treedec.benchmarks.results import Condition, Expectation, Failure, Result, Row, read_result, write_result
 from treedec.benchmarks.statistics import Summary
 from treedec.benchmarks.theory import predictions
 
@@ -19,7 +19,7 @@ HF, AR = Condition("hf", 0.0, None, 1), Condition("ar", 0.0, "greedy", 1)
 VANILLA, ASSISTED = Condition("vanilla", 0.0, "greedy", 1), Condition("hf-assisted", 0.0, None, 1)
 SMALL, LARGE = Condition("medusa@4", 0.0, "greedy", 1), Condition("medusa@16", 0.0, "greedy", 1)
 COSTS = {"nodes": [1, 2, 4, 8, 16], "seconds": [0.02, 0.021, 0.023, 0.03, 0.05], "context": 64, "compiled": False}
-TARGET = {"name": "tiny", "dtype": "bfloat16", "layers": 2}
+TARGET = {"name": "tiny", "dtype": "bfloat16", "layers": 2, "logits": 16.0}
 
 
 @pytest.fixture
@@ -54,6 +54,7 @@ def run(paces, prompts=24, clock=0, batch=None, failures=(), **more):
             "rows": tuple(rows),
             "failures": tuple(failures),
             "costs": COSTS,
+            "expected": (),
             **more,
         }
     )
@@ -93,11 +94,11 @@ def test_the_first_page_has_all_conditions_and_then_where_we_lose(tmp_path):
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert headings[:3] == ["# tiny in bfloat16", "## All conditions", "## Where we lose"]
     table = section(text, "## All conditions")
-    assert cells(table, "hf")[1:] == ["1", "1", "–", "100 %", "–"]
-    speed, ratio, with_prefill, length, same, ties = cells(table, "medusa@4")
+    assert cells(table, "hf")[1:] == ["1", "1", "–", "–", "100 %", "–"]
+    speed, ratio, with_prefill, over_plain, length, same, ties = cells(table, "medusa@4")
     assert 95 < float(speed) < 105 and (length, same, ties) == ("2.00", "100 %", "–")
     value, low, high = (float(part) for part in ratio.replace("[", "").replace("]", "").replace(",", "").split())
-    assert 2.9 < low < value < high < 3.1 and with_prefill != ratio
+    assert 2.9 < low < value < high < 3.1 and with_prefill != ratio and over_plain.startswith(("2.9", "3.0"))
     assert "Nowhere that this run could tell" in section(text, "## Where we lose")
 
 
@@ -124,6 +125,7 @@ def test_a_loss_is_named_with_its_category_and_rival(tmp_path):
         (2, 0, False): everywhere, (2, 0, True): everywhere,  # ar against hf, and against nothing else
         (3, 1, True): everywhere,  # vanilla against hf-assisted
         (4, 0, False): {"math"}, (4, 0, True): {"math"}, (4, 1, True): {None, "math"},
+        (4, 3, False): {"math"},
     }  # fmt: skip
     against_hf, against_assisted = (
         line for line in text.splitlines() if line.startswith("| medusa@4 | hf") and "pref" in line
@@ -131,7 +133,7 @@ def test_a_loss_is_named_with_its_category_and_rival(tmp_path):
     assert "| hf | with prefill | no | math 0.7" in against_hf and "chat" not in against_hf
     assert "| hf-assisted | with prefill | 0." in against_assisted
     assert "Looked at: 3 conditions of treedec's, over all prompts and in each of 2 categories" in text
-    assert "against the fastest of hf-assisted, vanilla, with prefill" in text
+    assert "likewise against the fastest of ar, hf-assisted, vanilla." in text
 
 
 def test_ours_may_lose_to_vanilla_but_vanilla_not_to_ours():
@@ -154,7 +156,7 @@ def test_losses_are_looked_for_at_every_temperature_and_batch():
 
 
 def test_what_was_not_run_is_said(tmp_path):
-    text = section(render([run({AR: 0.030, SMALL: 0.010})], tmp_path / "a"), "## Where we lose")
+    text = section(render([run({AR: 0.030})], tmp_path / "a"), "## Where we lose")
     assert "Unknown: neither `hf` nor another method was run to lose to." in text
     text = section(render([run({HF: 0.030, ASSISTED: 0.010})], tmp_path / "b"), "## Where we lose")
     assert text.strip() == "Nothing of treedec's was run."
@@ -233,6 +235,23 @@ def test_failures_are_listed_and_count_for_nobody(tmp_path):
     assert section(text, "## Excluded prompts").strip().startswith("None:")
 
 
+def test_what_rules_should_accept_stands_beside_what_was_accepted(tmp_path):
+    sampled, drafted = Condition("hf", 1.0, None, 1), Condition("medusa@4", 1.0, "coupled", 1)
+    expected = tuple(
+        Expectation("medusa@4", 1.0, 96, rule, drafts, 0.1 * drafts, error)
+        for rule, error in (("coupled", 0.0123), ("optimum", None))
+        for drafts in (1, 4)
+    )
+    text = render([run({sampled: 0.03, drafted: 0.01}, expected=expected)], tmp_path / "report")
+    table = section(text, "### Expected acceptance of one step")
+    assert "| drafts of | rule | 1 child | 4 children |" in table
+    lines = [line for line in table.splitlines() if line.startswith("| medusa@4 T=1 |")]
+    assert lines[0].endswith("| 0.100 ± 0.012 | 0.400 ± 0.012 |") and lines[1].endswith("| 0.100 | 0.400 |")
+    assert "at 96 tokens" in table and "medusa@4 T=1 0.750 of 2.0 children" in table
+    greedy = run({HF: 0.03, SMALL: 0.01})
+    assert "Expected acceptance of one step" not in render([greedy], tmp_path / "report")
+
+
 def test_where_it_came_from_is_told(tmp_path):
     text = section(render([run(FAST)], tmp_path / "report"), "## How it was measured")
     assert "treedec bench --methods hf,ar --out result.json" in text
@@ -293,6 +312,38 @@ def test_runs_of_other_targets_or_prompts_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no result"):
         render([], out)
     assert not out.exists()
+
+
+def test_a_prompt_that_failed_in_one_run_counts_in_none_of_them(tmp_path):
+    paces = {HF: 0.03, SMALL: 0.01}
+    whole, failed = run(paces), run(paces, failures=[Failure(1, ("p3",), "RuntimeError: no")])
+    text = render([whole, failed], tmp_path / "report")
+    assert cells(section(text, "## All conditions"), "medusa@4")[2] == "0.0 %"
+    assert "| p3 | medusa@4 | RuntimeError: no |" in text
+
+
+def test_drafting_that_slows_down_is_a_loss_and_the_fastest_others_stand_beside(tmp_path):
+    peer, lookup = Condition("peer:vllm", 0.0, None, 1), Condition("hf-prompt-lookup", 0.0, None, 1)
+    result = run({HF: 0.030, AR: 0.020, SMALL: 0.022, peer: 0.021, lookup: 0.001})
+    found = {(loss.condition, loss.against, loss.prefill) for loss in losses(Summary(result))}
+    assert found == {(2, 1, False), (2, 4, True)}  # look-up verifies drafts in its prefill
+    text = render([result], tmp_path / "report")
+    beside = cells(section(text, "## Where we lose"), "medusa@4")
+    assert beside[:3] == ["ar", "decoding", beside[2]] and beside[2].startswith("0.9")
+    table = section(text, "## Where we lose").split("beside the fastest of the others")[1]
+    decoding, ratio, prefill, _ = cells(table, "medusa@4")
+    assert (decoding, prefill) == ("ar", "hf-prompt-lookup") and ratio.startswith("0.9")
+    assert not any(line.startswith("| ar |") for line in table.splitlines())
+    assert cells(section(text, "## All conditions"), "ar")[3] == "1"
+    assert cells(section(text, "## All conditions"), "medusa@4")[3].startswith("0.9")
+    assert cells(section(text, "## All conditions"), "peer:vllm")[3] == "–"
+    assert "llama.cpp and vLLM decode without drafts here" in text and "hf-assisted-default is how" not in text
+
+
+def test_what_is_not_compiled_need_not_beat_what_is():
+    plain, drafted = Condition("compiled:ar", 0.0, "greedy", 1), Condition("compiled:medusa@4", 0.0, "greedy", 1)
+    result = run({HF: 0.030, AR: 0.025, plain: 0.010, SMALL: 0.020, drafted: 0.012})
+    assert {(loss.condition, loss.against) for loss in losses(Summary(result))} == {(4, 2)}
 
 
 def test_an_unfinished_run_says_so_and_is_compared_over_what_both_reached(tmp_path):

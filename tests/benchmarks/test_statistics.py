@@ -99,11 +99,13 @@ def test_a_near_tie_is_a_few_ulps():
     assert near_tie("bfloat16") == 4 * 2.0**-3
     assert near_tie("float16") == 4 * 2.0**-6
     assert near_tie("float32") == 64 * 2.0**-19
+    assert near_tie("bfloat16", 64.0) == 4 * 2.0**-1 and near_tie("bfloat16", 2.0) == 4 * 2.0**-6
     with pytest.raises(ValueError, match="int8"):
         near_tie("int8")
 
 
-def test_a_ratio_is_pooled_and_its_interval_is_that_of_resampled_prompts():
+def test_a_ratio_is_pooled_and_its_interval_is_that_of_resampled_prompts(monkeypatch):
+    monkeypatch.setattr(statistics, "FEWEST", 3)
     ours = [row("a", 101, 1.0), row("b", 11, 1.0), row("c", 51, 2.0)]
     base = [row("a", 101, 2.0), row("b", 11, 0.5), row("c", 51, 2.0)]
     found = speed_ratio(ours, base)
@@ -131,7 +133,8 @@ def test_rounds_of_a_prompt_are_drawn_together():
     assert (one.value, one.low, one.high) == pytest.approx((three.value, three.low, three.high))
 
 
-def test_batches_are_drawn_as_a_whole():
+def test_batches_are_drawn_as_a_whole(monkeypatch):
+    monkeypatch.setattr(statistics, "FEWEST", 3)
     singles = [row(name, 65, seconds) for name, seconds in zip("abcdef", (1, 2, 3, 4, 5, 6), strict=True)]
     batches = [row("ab", 130, 1.5), row("cd", 130, 3.5), row("ef", 130, 5.5)]
     units, count = statistics._units([*singles, *batches])
@@ -141,6 +144,15 @@ def test_batches_are_drawn_as_a_whole():
     # Batches that overlap tie all of their prompts together, in whatever order they come.
     units, count = statistics._units([row("ab"), row("cd"), row("bc"), row("e")])
     assert count == 2 and len({units[name] for name in "abcd"}) == 1
+
+
+def test_a_few_prompts_have_no_interval():
+    for count, known in ((7, False), (8, True)):
+        base = [row([f"p{i}"], 65, 1 + i / 100) for i in range(count)]
+        assert speed_ratio(base, base).known == speed(base).known == known
+    # Batches count, not the prompts in them.
+    pairs = [row([f"a{i}", f"b{i}"], 65, 1.0) for i in range(7)]
+    assert not speed(pairs).known
 
 
 def test_one_prompt_says_nothing_about_others():
@@ -235,7 +247,9 @@ def a_result(failures=()):
         for name, category in (("a", "chat"), ("b", "math"), ("c", "math"), ("d", "chat"))
         for index in range(len(conditions))
     ]
-    return Result("", {}, {}, {"dtype": "bfloat16"}, {}, conditions, tuple(rows), tuple(failures), None)
+    return Result(
+        "", {}, {}, {"dtype": "bfloat16", "logits": 16.0}, {}, conditions, tuple(rows), tuple(failures), None, ()
+    )
 
 
 def test_a_summary_is_by_condition_and_category():

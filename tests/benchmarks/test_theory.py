@@ -145,6 +145,15 @@ def test_figures_are_means_over_nodes_with_their_errors():
     assert found["residual", 1].acceptance == pytest.approx(float(each.mean()), abs=1e-6)
     assert found["residual", 1].error == pytest.approx(float(each.std()) / 6**0.5, abs=1e-6)
     assert all(entry.error is None for entry in expected_acceptance(p[:1], q[:1], (1,)))
+    # Nodes that come three times in one text tell no more than once.
+    thrice = (each.repeat_interleave(3, 0) for each in (p, q))
+    texts = [node // 3 for node in range(3 * len(p))]
+    exact = ("top", "hu", "optimum", "optimum_iid")
+    for one, again in zip(
+        expected_acceptance(p, q, (1, 3)), expected_acceptance(*thrice, (1, 3), texts=texts), strict=True
+    ):
+        if one.rule in exact:
+            assert (again.acceptance, again.error) == pytest.approx((one.acceptance, one.error))
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def bench(
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to compare: hf, ar, vanilla, hf-assisted, hf-prompt-lookup, ngram, medusa, hydra, recurrent, "
-            "eagle3, union, peer:llama.cpp, peer:vllm, peer:flashspec, or folders of heads or of a draft model, "
-            "joined by '+' to draft together; @32 behind one for trees of 32 nodes. Repeat the option or separate with "
-            "commas.",
+            help="What to compare: hf, ar, vanilla, hf-assisted, hf-assisted-default, hf-prompt-lookup, ngram, medusa, "
+            "hydra, recurrent, eagle3, union, peer:llama.cpp, peer:vllm, peer:flashspec, or folders of heads or of a "
+            "draft model, joined by '+' to draft together; @32 behind one for trees of 32 nodes. Repeat the option or "
+            "separate with commas.",
             show_default=f"{','.join(_DEMO_METHODS)} for the demo target, else {','.join(_METHODS)}",
         ),
     ] = None,
@@ -75,7 +75,9 @@ def bench(
     ] = None,
     draft_model: Annotated[
         Path | None,
-        typer.Option(help="Folder of the draft model of vanilla, hf-assisted and peer:flashspec.", show_default="none"),
+        typer.Option(
+            help="Folder of the draft model of vanilla, hf-assisted(-default) and peer:flashspec.", show_default="none"
+        ),
     ] = None,
     draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens that it drafts per pass.")] = 4,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the target.")] = Dtype.bfloat16,
@@ -83,9 +85,17 @@ def bench(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of the CPU.", show_default="as torch chooses")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of every decode.")] = 0,
+    seed: Annotated[int, typer.Option(help="What all random choices derive from.")] = 0,
     costs: Annotated[
         bool, typer.Option("--costs/--no-costs", help="Measure what a pass costs by the size of its tree, too.")
+    ] = True,
+    expected: Annotated[
+        bool,
+        typer.Option(
+            "--expected/--no-expected",
+            help="Compute how often each acceptance rule should accept at temperatures above 0, too, which takes a "
+            "few minutes.",
+        ),
     ] = True,
     peers_folder: Annotated[Path, typer.Option(help="Where `make bench-peers` put the environments of peers.")] = Path(
         "build/peers"
@@ -124,6 +134,7 @@ def bench(
         draft_tokens=draft_tokens,
         threads=threads,
         costs=costs,
+        expected=expected,
         peers_folder=peers_folder,
         overwrite=overwrite,
         command=public_command(["treedec", "bench", *map(shlex.quote, _arguments(context))]),
@@ -229,7 +240,7 @@ def _counts(result: Result) -> dict[str, int]:
 
 
 def _table(figures: dict[str, dict[str, Any]]) -> Table:
-    table = Table("method", "tokens/s", "tokens per pass", "same tokens as hf")
+    table = Table("method", "tokens/s, with prefill", "tokens per pass", "same tokens as hf")
     for label, own in figures.items():
         speed, length, same = (own[key] for key in ("tokens_per_second", "mean_accepted_length", "exact_match"))
         table.add_row(
