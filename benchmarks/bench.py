@@ -6,6 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -192,7 +193,8 @@ def _measured(
     if config.expected:
         engine.close()
         temperatures = [temperature for temperature in config.temperatures if temperature > 0]
-        expected = expectations(Target(model), engine.drafters, ids, temperatures, config.seed)
+        with nullcontext() if console is None else console.status("computing what each rule should accept"):
+            expected = expectations(Target(model), engine.drafters, ids, temperatures, config.seed)
     kept = _whole_rounds(done, len(units))
     result = Result(
         command=config.command,

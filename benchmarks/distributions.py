@@ -24,6 +24,7 @@ from treedec.tree import TokenTree
 
 PROMPTS, TOKENS, POSITIONS = 12, 48, 16
 CHILDREN = (1, 2, 4, 8)
+DRAWS = 16  # per position: what they leave open is little beside how much positions differ
 # Those that guess from a distribution; n-gram look-up has none, and a union several.
 _WITH_DISTRIBUTION = (MedusaDrafter, HydraDrafter, RecurrentDrafter, EagleDrafter, DraftModelDrafter)
 
@@ -61,7 +62,7 @@ def expectations(
             p, q, numbers = zip(*triples, strict=True)
             found += [
                 Expectation(method, temperature, len(triples), each.rule, each.drafts, each.acceptance, each.error)
-                for each in expected_acceptance(torch.stack(p), torch.stack(q), CHILDREN, seed=seed, texts=numbers)
+                for each in expected_acceptance(torch.stack(p), torch.stack(q), CHILDREN, DRAWS, seed, numbers)
             ]
     return tuple(found)
 

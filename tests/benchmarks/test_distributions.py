@@ -85,7 +85,7 @@ def test_expectations_are_means_over_the_positions_of_all_texts(monkeypatch):
         for pair in spread(recorded(target, drafter, text, 0.5, NEW, 3 + place), 3)
     ]
     p, q = (torch.stack(side) for side in zip(*pairs, strict=True))
-    again = expected_acceptance(p, q, (1, 2, 4, 8), seed=3, texts=[0, 0, 0, 1, 1, 1])
+    again = expected_acceptance(p, q, (1, 2, 4, 8), distributions.DRAWS, seed=3, texts=[0, 0, 0, 1, 1, 1])
     assert [(each.rule, each.drafts, each.acceptance, each.error) for each in found[: len(again)]] == [
         (each.rule, each.drafts, each.acceptance, each.error) for each in again
     ]
