@@ -196,7 +196,8 @@ class Result:
     @property
     def reached(self) -> frozenset[str]:
         """Ids of the prompts that were decoded, or failed."""
-        return frozenset(name for part in (*self.rows, *self.failures) for name in part.prompts)
+        groups = [row.prompts for row in self.rows] + [failure.prompts for failure in self.failures]
+        return frozenset(name for group in groups for name in group)
 
     def complete_rows(self) -> tuple[Row, ...]:
         """Rows of those prompts only that every condition decoded in every round, so that sums can be compared."""
@@ -345,8 +346,8 @@ def _check(result: Result) -> None:
     for place, row in enumerate(result.rows):
         _check_row(row, f"rows[{place}]")
     decoded = Counter((row.condition, row.round, prompt) for row in result.rows for prompt in row.prompts)
-    if twice := [key for key, times in decoded.items() if times > 1]:
-        index, turn, prompt = twice[0]
+    if double := [key for key, times in decoded.items() if times > 1]:
+        index, turn, prompt = double[0]
         label = result.conditions[index].label
         raise ValueError(f"rows has prompt {prompt!r} twice in round {turn} of {label!r}: it would count twice")
     if missing := [key for key in ("name", "dtype", "logits") if key not in result.target]:
