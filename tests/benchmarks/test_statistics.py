@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 import time
 
 import numpy as np
@@ -260,6 +261,11 @@ def test_a_summary_is_by_condition_and_category():
     assert summary.speed(1).value == pytest.approx(64 / 1.1)
     assert summary.speed(1, prefill=True).value == pytest.approx(65 / 1.21)
     assert summary.rows(0, "nowhere") == []
+
+
+def test_near_ties_are_those_of_the_target_that_was_run():
+    small = replace(a_result(), target={"dtype": "float16", "logits": 2.0})
+    assert Summary(small).tie == near_tie("float16", 2.0) != Summary(a_result()).tie
 
 
 def test_a_prompt_that_failed_anywhere_counts_nowhere():
