@@ -435,11 +435,12 @@ class TestBench:
         config.journal.unlink()
         with pytest.raises(ValueError, match="is there already"):
             bench(config, load)
+        assert config.out.read_bytes() == written
         config.journal.write_text("")
         config.out.write_text("my notes")
         with pytest.raises(ValueError, match="is there already"):
             bench(config, load)
-        assert written and config.out.read_text() == "my notes"
+        assert config.out.read_text() == "my notes"
 
     def test_another_command_does_not_go_on(self, config, load, monkeypatch):
         with monkeypatch.context() as patch:
