@@ -135,8 +135,8 @@ def _growth(stored: Stored, tree: GrowthPolicy | DynamicTree | int | None) -> Gr
             return DynamicTree(depth=min(DynamicTree.depth, deepest or DynamicTree.depth))
         # Large trees gain by being wide and deep: with the demo target's recurrent heads and 32 nodes, levels of 8
         # nodes with 8 candidates each are accepted 3 % further than those of 4, and 7 levels 2 % further than 5.
-        depth, spread = DynamicTree.depth + tree // 16, max(DynamicTree.width, tree // 4)
-        return DynamicTree(tree, min(depth, deepest or depth), spread, spread, min_probability=0.0)
+        depth, spread = 5 + tree // 16, max(DynamicTree.width, tree // 4)
+        return DynamicTree(tree, min(depth, deepest or depth), spread, spread, min_probability=0.0, min_reach=0.0)
     if tree is None:
         # On two cores, one more node adds 0.4 ms to a pass of the demo target, and a token takes 14 ms: so a
         # node pays from a probability of 0.03 on. With few sure candidates the tree shrinks, down to its root.

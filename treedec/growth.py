@@ -174,19 +174,23 @@ class DynamicTree:
         width: nodes expanded per level.
         branching: candidates that follow one node.
         min_probability: nodes worth less than this are not added, see `BestFirst`; those worth nothing never are.
+        min_reach: another level is drafted only if the nodes that it would follow are together worth this much, in one
+            row at least. With the demo target's EAGLE-3 head a level takes 1.6 ms on two cores, when a token takes 9.
     """
 
     nodes: int = 16
-    depth: int = 5
+    depth: int = 8
     width: int = 4
     branching: int = 4
     min_probability: float = 0.03
+    min_reach: float = 0.2
 
     def __post_init__(self) -> None:
         if min(self.nodes, self.depth, self.width, self.branching) < 1:
             raise ValueError(f"nodes, depth, width and branching must be at least 1: {self}")
-        if not 0 <= self.min_probability <= 1:
-            raise ValueError(f"min_probability must lie in [0, 1], not {self.min_probability}")
+        for name in ("min_probability", "min_reach"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
 
     @property
     def expanded(self) -> int:
@@ -231,8 +235,9 @@ class DynamicTree:
             reached, index = new_values.topk(min(self.width, new_values.shape[1]))  # sorted, best first
             # What follows a node is worth no more than the node, and of equals the earlier candidate is taken.
             last = values.topk(budget).values[:, -1:] if values.shape[1] >= budget else 0
-            wide = int((self._worth_adding(reached) & (reached > last)).sum(1).max())
-            if wide == 0:
+            pays = self._worth_adding(reached) & (reached > last)
+            wide = int(pays.sum(1).max())
+            if wide == 0 or float((reached * pays).sum(1).max()) < self.min_reach:
                 break
             reached, index = reached[:, :wide], index[:, :wide]
             ids, scores = expand(level + 1, tokens[:, seen:].gather(1, index), new_parents.gather(1, index))

@@ -104,8 +104,8 @@ class Target:
     Args:
         model: any decoder-only `PreTrainedModel` with an LM head whose layers are full or sliding attention.
         compile: verify trees with a `torch.compile`d copy of the forward pass (minutes of compilation at first). Keep
-            the `Target` and hand it to `generate` in place of the model, or every call compiles anew. On the CPU the
-            copy also packs the weights for oneDNN, which takes their memory once more and reads them as they are now.
+            the `Target` and hand it to `generate` in place of the model, or every call compiles anew. The copy is of
+            the model as it is now. On the CPU it also packs the weights for oneDNN, which takes their memory once more.
 
     Raises:
         UnsupportedModel: what `treedec.limits.check_configuration` refuses; with `compile`, a head path that cannot be
@@ -130,11 +130,19 @@ class Target:
         self._compiled: Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None = None
         if compile:
             self._check_head()
-            self._compiled = torch.compile(self._decode, dynamic=True)
-            # Makes constants of the weights, and packs them. It is asked for while tracing, which the `options` of
-            # torch.compile do not reach; without it the matrix products stay as they were (19 ms a pass became 23).
+            # To check before each pass that no module has changed takes a twelfth of the demo target's pass. Of all
+            # that may change, `_check_unchanged` looks at the weights, once a text; rotary embeddings with a switch,
+            # which change themselves while they run, keep their guards.
+            skip = self.rope_switch is None
+            options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe} if skip else None
+            self._compiled = torch.compile(self._decode, dynamic=True, options=options)
+            # On the CPU, freezing makes constants of the weights and packs them, and layers that read the same input
+            # become one (q, k and v; gate and up): 23 ms a pass became 19 by the first, 14 became 11 by the second and
+            # the guards. It is asked for while tracing, which the `options` of torch.compile do not reach.
+            self._frozen = self.device.type == "cpu"
             inductor = importlib.import_module("torch._inductor.config")
-            self._freezing = inductor.patch(freezing=self.device.type == "cpu")
+            self._freezing = inductor.patch({"freezing": self._frozen, "cpp.enable_concat_linear": self._frozen})
+            self._weights = self._present_weights()
 
     @property
     def device(self) -> torch.device:
@@ -222,7 +230,11 @@ class Target:
 
         Returns:
             Logits `[B, 1, V]` and LM-head input `[B, 1, H]` after the last column, features `[B, L, F]` of all.
+
+        Raises:
+            RuntimeError: the passes over trees are compiled, and the model's weights have changed since.
         """
+        self._check_unchanged()
         length = input_ids.shape[1]
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         before = torch.tensor(cache.lengths, device=real.device)[:, None]
@@ -377,6 +389,32 @@ class Target:
         if not torch.equal(hidden, own.hidden) or not torch.equal(logits, own.logits):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} has a head path that treedec does not know: use compile=False"
+            )
+
+    def _present_weights(self) -> list[tuple[str, Tensor, object]]:
+        """Name and tensor of every weight, and what tells whether the compiled copy still holds of it."""
+
+        def mark(tensor: Tensor) -> object:
+            # Tensors made in inference mode count no changes. Where weights are not frozen, the copy reads them anew.
+            counted = self._frozen and not tensor.is_inference()
+            return tensor.dtype, tensor.device, tensor.data_ptr(), tensor._version if counted else None
+
+        return [(name, tensor, mark(tensor)) for name, tensor in self.model.named_parameters()]
+
+    def _check_unchanged(self) -> None:
+        """Raise `RuntimeError` if the compiled copy is of other weights than the model has now."""
+        if self._compiled is None:
+            return
+        present = self._present_weights()
+        changed = [
+            name
+            for (name, tensor, mark), (_, compiled, compiled_mark) in zip(present, self._weights, strict=False)
+            if tensor is not compiled or mark != compiled_mark
+        ]
+        if changed or len(present) != len(self._weights):
+            raise RuntimeError(
+                f"the model's weights have changed since its passes were compiled ({len(changed)} of {len(present)}, "
+                f"{', '.join(changed[:1]) or 'others are missing or new'}): make a new Target(model, compile=True)"
             )
 
     def _mask(self, cache: SlotCache, positions: Tensor, sees: Tensor) -> Tensor | dict[str, Tensor]:

@@ -37,7 +37,9 @@ def medusa(model):
 
 def recurrent(model):
     config = RecurrentConfig(hidden_size=32, vocab_size=VOCAB, draft_vocab_size=VOCAB, state_size=16, inner_size=24)
-    return RecurrentDrafter(RecurrentHead(config).double(), model, DynamicTree(8, 3, 2, 2, min_probability=0.0))
+    return RecurrentDrafter(
+        RecurrentHead(config).double(), model, DynamicTree(8, 3, 2, 2, min_probability=0.0, min_reach=0.0)
+    )
 
 
 def guesses(drafter, model, text):

@@ -47,6 +47,44 @@ def test_a_head_path_that_is_not_known_is_refused():
         Target(model, compile=True)
 
 
+@pytest.mark.parametrize("change", ["in place", "another tensor", "another type"])
+def test_weights_that_changed_since_are_refused(change):
+    """A frozen copy would go on with the old weights, while the prefill reads the new ones."""
+    model = fresh_model()
+    target = Target(model, compile=True)
+    arguments = {"max_new_tokens": 4, "do_sample": False}
+    treedec.generate(target, prompts(), None, **arguments)
+    norm = model.model.norm
+    if change == "in place":
+        with torch.no_grad():
+            norm.weight *= 2
+    elif change == "another tensor":
+        norm.weight = torch.nn.Parameter(norm.weight.detach() * 2)
+    else:
+        model.to(torch.float32)
+    with pytest.raises(RuntimeError, match=r"weights have changed.*new Target"):
+        treedec.generate(target, prompts(), None, **arguments)
+    expected = reference(model, prompts(), **arguments)
+    assert torch.equal(treedec.generate(Target(model, compile=True), prompts(), None, **arguments), expected.ids)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_frequencies_that_change_on_the_way_change_in_compiled_passes(kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4}
+    if kind == "dynamic":
+        limits, rope = {"max_position_embeddings": 20}, {**rope, "factor": 4.0}
+    else:
+        factors = {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 4.0, 8.0]}
+        limits, rope = {"max_position_embeddings": 80}, {**rope, **factors, "original_max_position_embeddings": 20}
+    model = fresh_model("llama", rope_parameters=rope, **limits)
+    expected = reference(model, prompts(length=12), max_new_tokens=30, do_sample=False)
+    target = Target(fresh_model("llama", rope_parameters=rope, **limits), compile=True)
+    for _ in range(2):  # the second text begins with the frequencies that the first one ended with
+        drafter = scripted(expected, "last-branch-then-wrong")
+        ours = treedec.generate(target, prompts(length=12), drafter, max_new_tokens=30, do_sample=False)
+        assert torch.equal(ours, expected.ids)
+
+
 def test_a_short_and_a_long_text_share_one_compilation():
     """The cache of a short text must not be as long as its mask, or the compiler takes the two lengths for one."""
     model = tiny_model()

@@ -193,10 +193,16 @@ class Opinions:
 
 
 def dynamic_twin(policy, opinions, row, room, limit):
-    """The paths of one row's tree, by the plain algorithm; it never stops early."""
+    """The paths of one row's tree, by the plain algorithm; it stops early only where the policy says so."""
     found, level = {}, {(): 1.0}
     for _ in range(min(policy.depth, room)):
         best = sorted(level, key=level.get, reverse=True)[: policy.width]
+        if () not in level and policy.min_reach:
+            kept = sorted(found.values(), reverse=True)[: min(policy.nodes, limit) - 1]
+            last = kept[-1] if len(kept) == min(policy.nodes, limit) - 1 else 0
+            pays = [path for path in best if level[path] > max(last, 0) and level[path] >= policy.min_probability]
+            if sum(level[path] for path in pays) < policy.min_reach:
+                break
         level = {
             (*path, token): level[path] * float(score)
             for path in best
@@ -220,6 +226,7 @@ def row_paths(tree, row):
         width=st.integers(1, 5),
         branching=st.integers(1, 4),
         min_probability=st.sampled_from([0.0, 0.03, 0.2]),
+        min_reach=st.just(0.0),
     ),
     st.lists(st.integers(0, 5), min_size=1, max_size=3),
     st.integers(1, 24),
@@ -232,6 +239,24 @@ def test_a_dynamic_tree_equals_its_plain_twin_in_every_row(policy, room, limit, 
     assert len(opinions.calls) < policy.depth and sum(opinions.calls) <= policy.expanded
     for row, levels in enumerate(room):
         assert row_paths(tree, row) == dynamic_twin(policy, opinions, row, levels, limit)
+
+
+@given(st.floats(0.01, 1.0), st.integers(2, 20), st.integers(0, 10**6))
+def test_a_dynamic_tree_stops_where_the_path_hardly_gets(reach, nodes, seed):
+    policy = DynamicTree(nodes=nodes, depth=5, width=3, branching=3, min_reach=reach)
+    tree = Opinions(1, 3, seed).grow(policy, [5])
+    assert row_paths(tree, 0) == dynamic_twin(policy, Opinions(1, 3, seed), 0, 5, 64)
+
+
+def test_a_row_that_is_sure_keeps_the_others_drafting():
+    class OneIsSure(Opinions):
+        def after(self, row, path):
+            ids, scores = super().after(row, path)
+            return ids, scores / scores.sum() * (0.9 if row else 0.1)
+
+    policy = DynamicTree(depth=3, branching=2, min_probability=0.0, min_reach=0.5)
+    assert OneIsSure(2, 2).grow(policy, [3, 3]).depths.max() == 3
+    assert OneIsSure(1, 2).grow(policy, [3]).depths.max() == 1
 
 
 def test_a_dynamic_tree_asks_only_about_nodes_whose_children_could_still_enter():
@@ -281,7 +306,10 @@ def test_finished_rows_and_rows_without_room_get_no_candidates():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"nodes": 0}, {"branching": 0}, {"depth": 0}, {"width": 0}, {"min_probability": 1.5}, {"min_probability": -0.1}],
+    [
+        *({name: 0} for name in ("nodes", "branching", "depth", "width")),
+        *({name: value} for name in ("min_probability", "min_reach") for value in (1.5, -0.1)),
+    ],
 )
 def test_a_dynamic_tree_refuses_settings_out_of_range(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

@@ -53,8 +53,8 @@ def every_drafter(model):
         "medusa-trimmed": MedusaDrafter(medusa_heads(model, draft_ids=trimmed), model, BestFirst(nodes=9)),
         "medusa-static": MedusaDrafter(medusa_heads(model), model, StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 1)))),
         "draft-model": DraftModelDrafter(nearly(model), depth=3),
-        "ngram": NgramDrafter(shortest=1),
-        "union": UnionDrafter(NgramDrafter(shortest=1), DraftModelDrafter(nearly(model), depth=3), nodes=8),
+        "ngram": NgramDrafter(min_probability=0),
+        "union": UnionDrafter(NgramDrafter(min_probability=0), DraftModelDrafter(nearly(model), depth=3), nodes=8),
         "none": None,
     }
 

@@ -48,7 +48,9 @@ def eagle_head(config, seed=0):
 
 
 def eagle_drafter(name, model=None, **tree):
-    growth = DynamicTree(**{"nodes": 12, "depth": 4, "width": 3, "branching": 3, "min_probability": 0.0, **tree})
+    growth = DynamicTree(
+        **{"nodes": 12, "depth": 4, "width": 3, "branching": 3, "min_probability": 0.0, "min_reach": 0.0, **tree}
+    )
     return EagleDrafter(eagle_head(CONFIGS[name]), model or tiny_model(), growth)
 
 

@@ -22,7 +22,7 @@ NEW = 24
 QUICK = ("llama", "gpt2", "mistral", "granite", "gemma2")
 # XGLM's eager attention overflows in float64; gemma 3n keeps several hidden states of every token.
 FLOAT32_ONLY, SEVERAL_STATES = ("xglm",), ("gemma3n_text",)
-TREE = DynamicTree(nodes=12, depth=4, width=3, branching=3, min_probability=0.0)
+TREE = DynamicTree(nodes=12, depth=4, width=3, branching=3, min_probability=0.0, min_reach=0.0)
 _LAYER = {
     "target_hidden_size": 32,
     "intermediate_size": 48,
@@ -71,10 +71,10 @@ def build(name, model):
         config = EagleConfig(**sizes(version=3, features=(0, 1, 2), own_lm_head=True), **_LAYER)
         return EagleDrafter(heads(EagleHead, config), model, TREE)
     if name == "ngram":
-        return NgramDrafter(shortest=1)
+        return NgramDrafter(min_probability=0)
     if name == "draft-model":
         return DraftModelDrafter(model, depth=3)
-    return UnionDrafter(NgramDrafter(shortest=1), build("recurrent", model), nodes=16)
+    return UnionDrafter(NgramDrafter(min_probability=0), build("recurrent", model), nodes=16)
 
 
 DRAFTERS = ("medusa", "hydra", "recurrent", "eagle", "eagle3", "ngram", "draft-model", "union")

@@ -62,7 +62,9 @@ def test_a_tree_is_that_of_a_plain_reading_of_its_paths(name, blocks, own_lm_hea
     """The same growth over logits that are computed path by path gives the same tree, and all logits agree."""
     model = tiny_model(name)
     heads = random_heads(model, 4, blocks, IDS, own_lm_heads)
-    drafter = HydraDrafter(heads, model, DynamicTree(nodes=24, depth=4, width=3, branching=3, min_probability=0.0))
+    drafter = HydraDrafter(
+        heads, model, DynamicTree(nodes=24, depth=4, width=3, branching=3, min_probability=0.0, min_reach=0.0)
+    )
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     session, levels = drafter.start(treedec.Target(model), 3, 64), []
     expand, paths = session.expand, [[], [], []]
@@ -121,7 +123,7 @@ def test_random_heads_leave_the_tokens_of_a_ragged_batch_alone(own_lm_heads, pre
     heads = random_heads(model, draft_ids=IDS, own_lm_heads=own_lm_heads, prefix=prefix)
     for more in ({}, {"eos_token_id": free.new[1][8], "pad_token_id": 0}):
         expected = reference(model, ids, **arguments, **more)
-        drafter = HydraDrafter(heads, model, DynamicTree(depth=4, min_probability=0.0))
+        drafter = HydraDrafter(heads, model, DynamicTree(depth=4, min_probability=0.0, min_reach=0.0))
         torch.manual_seed(7)
         assert torch.equal(treedec.generate(model, ids, drafter, **arguments, **more), expected.ids)
         assert torch.equal(torch.get_rng_state(), expected.rng_state)
@@ -151,7 +153,7 @@ def test_the_prefix_attention_has_read_the_committed_text_whatever_was_accepted(
     reader, heads = llama_layer(), random_heads(model, prefix=PREFIX)
     state = {key.removeprefix("layers.0."): value for key, value in reader.state_dict().items() if "embed" not in key}
     heads.prefix.load_state_dict(state)
-    drafter, shown = HydraDrafter(heads, model, DynamicTree(48, 2, 16, 16, 0.0)), [[] for _ in ids]
+    drafter, shown = HydraDrafter(heads, model, DynamicTree(48, 2, 16, 16, 0.0, 0.0)), [[] for _ in ids]
     monkeypatch.setattr(hydra, "_CHUNK", chunk)
     begin, rounds = hydra._HydraSession.begin, []
 
@@ -192,7 +194,7 @@ def test_what_does_not_fit_is_refused():
         PrefixConfig(48, 4, 3, 8)
     with pytest.raises(ValueError, match="exceeds the target's 97"):
         HydraConfig(32, VOCAB)
-    with pytest.raises(ValueError, match="5 levels deep, but there are only 4 Hydra heads"):
+    with pytest.raises(ValueError, match="8 levels deep, but there are only 4 Hydra heads"):
         HydraDrafter(random_heads(tiny_model()), tiny_model(), DynamicTree())
     for own in (False, True):
         with pytest.raises(ValueError, match="belong to another model"):

@@ -64,9 +64,19 @@ def test_the_tree_holds_every_continuation_merged_and_ordered_by_how_often_it_fo
     draft = drafted(text, depth=2, shortest=2, longest=2, nodes=16)
     # 3 followed three times of four, and was itself followed twice by 5 and once by 4.
     assert paths(draft.tree) == [(3,), (3, 5), (9,), (3, 4), (9, 9)]
-    first, second = 3 / 4.5, 1 / 4.5
-    expected = [1, first, first * 2 / (3 + 1 / 3), second, first * 1 / (3 + 1 / 3), second * 1 / (1 + 1 / 3)]
+    two, three = 2 / 2**1.3, 2 / 3**1.3  # what is added to the occurrences of a context of two tokens, and of three
+    first, second = 3 / (4 + two), 1 / (4 + two)
+    expected = [1, first, first * 2 / (3 + three), second, first * 1 / (3 + three), second * 1 / (1 + three)]
     torch.testing.assert_close(draft.scores[0], torch.tensor(expected))
+
+
+def test_nodes_that_are_hardly_likely_are_not_added():
+    text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 5, 1, 2, 9, 9, 1, 2]
+    everything = drafted(text, shortest=2, nodes=200, min_probability=0)
+    scores = dict(zip(paths(everything.tree), everything.scores[0, 1:].tolist(), strict=True))
+    kept = paths(drafted(text, shortest=2, nodes=200, min_probability=0.2).tree)
+    assert kept == [path for path, score in scores.items() if score >= 0.2]
+    assert 0 < len(kept) < len(scores)
 
 
 def test_of_equally_frequent_tokens_the_latest_is_the_first_child():
@@ -79,9 +89,9 @@ def test_of_equally_frequent_tokens_the_latest_is_the_first_child():
 @pytest.mark.parametrize(("room", "budget", "nodes"), [(0, 64, 16), (1, 64, 16), (3, 64, 16), (8, 1, 16), (8, 4, 16)])
 def test_room_and_budget_are_respected_and_spent_on_the_best_nodes(room, budget, nodes):
     text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 5, 1, 2, 9, 9, 1, 2]
-    everything = drafted(text, nodes=200)
+    everything = drafted(text, nodes=200, min_probability=0)
     scores = dict(zip(paths(everything.tree), everything.scores[0, 1:].tolist(), strict=True))
-    tree = drafted(text, room=room, budget=budget, nodes=nodes).tree
+    tree = drafted(text, room=room, budget=budget, nodes=nodes, min_probability=0).tree
     kept = paths(tree)
     tree.validate(100, [room])
     assert len(kept) == min(budget - 1, nodes - 1, sum(len(path) <= room for path in scores))
@@ -128,7 +138,7 @@ def test_text_is_indexed_once():
 def test_tokens_are_those_of_generate(nodes):
     """A ragged batch of three, whose rows end at EOS or at the length cap, with trees that really branch."""
     model, (ids, mask) = tiny_model(), ragged_prompts()
-    drafter = NgramDrafter(shortest=1, longest=2, nodes=nodes)
+    drafter = NgramDrafter(min_probability=0, longest=2, nodes=nodes)
     for decoding in ("greedy", "T=0.7"):
         arguments = {"attention_mask": mask, "max_new_tokens": 60, **DECODING[decoding]}
         free = reference(model, ids, **arguments)
@@ -143,7 +153,7 @@ def test_at_temperature_zero_the_rules_that_draw_anew_are_greedy(rule):
     model, (ids, mask) = tiny_model(), ragged_prompts()
     greedy = reference(model, ids, attention_mask=mask, max_new_tokens=60, do_sample=False)
     output = treedec.generate(
-        model, ids, NgramDrafter(shortest=1, nodes=16), acceptance=rule, attention_mask=mask, max_new_tokens=60,
+        model, ids, NgramDrafter(min_probability=0, nodes=16), acceptance=rule, attention_mask=mask, max_new_tokens=60,
         do_sample=True, temperature=1e-6, top_k=0, return_dict_in_generate=True,
     )  # fmt: skip
     assert torch.equal(output.sequences, greedy.ids)
@@ -156,7 +166,7 @@ def test_residual_draws_one_token_at_a_time_from_the_target_whatever_the_tree():
         arguments = {"max_new_tokens": 60, **DECODING[decoding]}
         expected = reference(model, prompts(), **arguments)
         output = treedec.generate(
-            model, prompts(), NgramDrafter(shortest=1, nodes=16), acceptance="residual", seed=7,
+            model, prompts(), NgramDrafter(min_probability=0, nodes=16), acceptance="residual", seed=7,
             return_dict_in_generate=True, **arguments,
         )  # fmt: skip
         assert torch.equal(output.sequences, expected.ids)
@@ -186,21 +196,21 @@ def rounds_of_twelve(*likelihoods):
 
 
 def test_repetition_pays():
-    """Twelve tokens until it has come round, then nine a pass."""
+    """Twelve tokens until it has come round, then sixteen a pass."""
     output = treedec.generate(
         rounds_of_twelve(1.0), torch.tensor([[5]]), NgramDrafter(), max_new_tokens=200, do_sample=False,
         return_dict_in_generate=True,
     )  # fmt: skip
     assert output.sequences[0, :14].tolist() == [5, 6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6]
-    assert output.stats.mean_accepted_length > 5
+    assert output.stats.mean_accepted_length > 7
 
 
 def test_where_the_text_goes_on_in_two_ways_a_tree_is_accepted_further_than_a_chain_of_as_many_nodes():
     lengths = []
     for branches in (1, 4):
         output = treedec.generate(
-            rounds_of_twelve(0.6, 0.4), torch.tensor([[5]]), NgramDrafter(branches=branches), max_new_tokens=400,
-            do_sample=True, top_k=0, seed=7, return_dict_in_generate=True,
+            rounds_of_twelve(0.6, 0.4), torch.tensor([[5]]), NgramDrafter(branches=branches),
+            max_new_tokens=400, do_sample=True, top_k=0, seed=7, return_dict_in_generate=True,
         )  # fmt: skip
         lengths.append(output.stats.mean_accepted_length)
     assert lengths[1] > 1.2 * lengths[0]
@@ -210,3 +220,9 @@ def test_where_the_text_goes_on_in_two_ways_a_tree_is_accepted_further_than_a_ch
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(ValueError, match="need"):
         NgramDrafter(**sizes)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_probability_out_of_range_is_refused(share):
+    with pytest.raises(ValueError, match=r"min_probability must lie in \[0, 1\]"):
+        NgramDrafter(min_probability=share)

@@ -59,7 +59,9 @@ def state_for(texts, hidden, features):
 def test_every_node_of_a_tree_is_scored_as_a_plain_reading_of_its_path(name, features, state_size):
     model = tiny_model(name)
     head = random_head(model, features, state_size, IDS)
-    drafter = RecurrentDrafter(head, model, DynamicTree(nodes=24, depth=4, width=3, branching=3, min_probability=0.0))
+    drafter = RecurrentDrafter(
+        head, model, DynamicTree(nodes=24, depth=4, width=3, branching=3, min_probability=0.0, min_reach=0.0)
+    )
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(3, 32, generator=generator, dtype=torch.float64)
     new = [
@@ -126,7 +128,9 @@ def test_random_heads_leave_the_tokens_of_a_ragged_batch_alone(features, decodin
     free = reference(model, ids, **arguments)
     for more in ({}, {"eos_token_id": free.new[1][8], "pad_token_id": 0}):
         expected = reference(model, ids, **arguments, **more)
-        drafter = RecurrentDrafter(random_head(model, features, draft_ids=IDS), model, DynamicTree(min_probability=0.0))
+        drafter = RecurrentDrafter(
+            random_head(model, features, draft_ids=IDS), model, DynamicTree(min_probability=0.0, min_reach=0.0)
+        )
         torch.manual_seed(7)
         assert torch.equal(treedec.generate(model, ids, drafter, **arguments, **more), expected.ids)
         assert torch.equal(torch.get_rng_state(), expected.rng_state)

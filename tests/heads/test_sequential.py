@@ -142,7 +142,7 @@ def test_candidates_are_those_that_the_rule_wants(drafting, trimmed):
     ids = torch.arange(0, VOCAB, 3) if trimmed else None
     first, then = torch.randn(2, 2, VOCAB if ids is None else len(ids), generator=generator, dtype=torch.float64)
     noise = torch.empty(3, 2, VOCAB).exponential_(generator=generator)
-    growth = DynamicTree(nodes=40, depth=2, width=2, branching=3, min_probability=0.0)
+    growth = DynamicTree(nodes=40, depth=2, width=2, branching=3, min_probability=0.0, min_reach=0.0)
     session = Fixed(growth, first, then, ids)
     draft = session.propose(state_for([[1], [2]], drafting, temperature=temperature, noise=lambda depth: noise[depth]))
     draft.validate(VOCAB, [8, 8])

@@ -245,10 +245,12 @@ def test_drafters_have_room_for_trees_of_their_own_size():
 def unions(model, expected, mask):
     """Drafters that are right at different places, with a budget that does not hold them all."""
     return {
-        "ngram+draft-model": UnionDrafter(NgramDrafter(shortest=1), DraftModelDrafter(nearly(model), 4), nodes=8),
+        "ngram+draft-model": UnionDrafter(
+            NgramDrafter(min_probability=0), DraftModelDrafter(nearly(model), 4), nodes=8
+        ),
         "all": UnionDrafter(
             medusa(model),
-            NgramDrafter(shortest=1),
+            NgramDrafter(min_probability=0),
             DraftModelDrafter(nearly(model), 3),
             uneven(expected, mask),
             nodes=14,
@@ -319,7 +321,7 @@ def test_a_draft_model_in_a_union_keeps_the_state_of_a_fresh_start():
     expected = reference(model, ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
     draft = nearly(model)
     chains = DraftModelDrafter(draft, depth=4)
-    union = UnionDrafter(chains, scripted(expected, "right-then-wrong", mask), NgramDrafter(shortest=1), nodes=7)
+    union = UnionDrafter(chains, scripted(expected, "right-then-wrong", mask), NgramDrafter(min_probability=0), nodes=7)
     decoding = decoder(model, ids, union, NEW, attention_mask=mask)
     own = decoding.session._sessions[0]
     behind, kept = set(), set()

@@ -137,7 +137,9 @@ def test_what_was_learned_is_drafted(name, tmp_path):
     learner.save(tmp_path / "heads", {})
     tree = BestFirst(nodes=1 + DEPTHS, branching=1)
     if name != "medusa":
-        tree = DynamicTree(nodes=1 + learner.depths, depth=learner.depths, width=1, branching=1, min_probability=0.0)
+        tree = DynamicTree(
+            nodes=1 + learner.depths, depth=learner.depths, width=1, branching=1, min_probability=0.0, min_reach=0.0
+        )
     drafter = treedec.load_drafter(tmp_path / "heads", model, tree=tree)
     ids = torch.tensor([[5, 6, 7], [10, 11, 12]])
     out = treedec.generate(
