@@ -436,7 +436,7 @@ def _predicted(summary: Summary, baseline: str) -> str:
     found = predictions(summary)
     if not found:
         return "No condition has trees of a known size, one prompt at a time, within the measured costs."
-    header = ["condition", "nodes", "mean accepted length", "drafting, ms per pass"]
+    header = ["condition", "nodes, mean", "mean accepted length", "drafting, ms per pass"]
     header += ["target, ms by the curve", "target, ms measured"]
     header += ["tokens/s, predicted", "tokens/s, measured", "speed-up, predicted", "speed-up, measured"]
     rows, curve = [], CostCurve.of(costs)
@@ -450,7 +450,7 @@ def _predicted(summary: Summary, baseline: str) -> str:
         rows.append(
             [
                 _label(summary, index),
-                str(nodes),
+                decimal(nodes, 1),
                 decimal(figures.mean_accepted_length),
                 decimal(1e3 * figures.draft_seconds / figures.passes),
                 decimal(1e3 * curve.at(nodes)),
@@ -465,8 +465,8 @@ def _predicted(summary: Summary, baseline: str) -> str:
     note = (
         "Predicted: the cost of a pass of one node, over (cost of a pass over the tree + drafting) / mean accepted "
         f"length, from median passes of {how} behind {costs['context']} tokens of context. Beyond passes and drafting "
-        "nothing is counted. Trees that stay below their budget cost less than the curve says. Measured speed-ups are "
-        f"over `{_PLAIN}` where it was run: it decodes by the same passes without drafts."
+        "nothing is counted. The cost of the mean tree stands for the mean cost of trees of all sizes. Measured "
+        f"speed-ups are over `{_PLAIN}` where it was run: it decodes by the same passes without drafts."
     )
     return f"{table(header, rows)}\n\n{note}"
 

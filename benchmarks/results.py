@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 3
+SCHEMA = 4
 
 # Rules that are not worth a word, because they are what one gets without asking.
 _DEFAULT_RULES = (None, "greedy", "coupled")
@@ -71,6 +71,7 @@ class Row:
         draft_seconds, target_seconds: parts of `decode_seconds` that drafting and the passes of the target took; None
             where the method is not treedec's own.
         passes: passes of the target after the first, summed over the prompts that were unfinished in them.
+        nodes: of the trees of these passes, the roots included; None where the method is not treedec's own.
         accepted_lengths: how often such a pass committed 1, 2, … tokens of a prompt; the counts sum to `passes`.
         acceptance_by_place: `"depth,rank"` of a candidate, both from 1, to how often there was one there whose parent
             had been accepted (or was the root), and how often it was accepted too. The rank is among its siblings, in
@@ -93,6 +94,7 @@ class Row:
     draft_seconds: float | None
     target_seconds: float | None
     passes: int | None
+    nodes: int | None
     accepted_lengths: dict[int, int] | None
     acceptance_by_place: dict[str, tuple[int, int]] | None
     digest: str
@@ -371,6 +373,8 @@ def _check_row(row: Row, where: str) -> None:
             raise ValueError(f"{where}.{name} is {value}")
     if row.accepted_lengths is not None and sum(row.accepted_lengths.values()) != row.passes:
         raise ValueError(f"{where}.accepted_lengths has {sum(row.accepted_lengths.values())} passes, not {row.passes}")
+    if row.nodes is not None and row.nodes < (row.passes or 0):
+        raise ValueError(f"{where}.nodes is {row.nodes}, and each of its {row.passes} passes had one at least")
     if bad := [place for place in row.acceptance_by_place or () if not re.fullmatch("[1-9][0-9]*,[1-9][0-9]*", place)]:
         raise ValueError(f"{where}.acceptance_by_place has the key {bad[0]!r}, which is no 'depth,rank'")
 

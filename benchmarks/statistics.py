@@ -56,6 +56,7 @@ class Figures:
         prefill_seconds, decode_seconds: up to the first token, and from there to the end.
         draft_seconds, target_seconds: parts of `decode_seconds`; None unless every row knows them.
         passes: row passes of the target after the prefill; None unless every row knows them.
+        nodes: of the trees of these passes, the roots included; None unless every row knows them.
         accepted_lengths: tokens committed per row pass → how often; None unless every row knows them.
         acceptance_by_place: (depth, rank), both from 1 → (reached, accepted); None where no row knows it.
         compared: rows that were compared with `hf`.
@@ -72,6 +73,7 @@ class Figures:
     draft_seconds: float | None
     target_seconds: float | None
     passes: int | None
+    nodes: int | None
     accepted_lengths: dict[int, int] | None
     acceptance_by_place: dict[tuple[int, int], tuple[int, int]] | None
     compared: int
@@ -175,6 +177,7 @@ def pooled(rows: Sequence[Row], tie: float) -> Figures:
         draft_seconds=_sum_if_known(row.draft_seconds for row in rows),
         target_seconds=_sum_if_known(row.target_seconds for row in rows),
         passes=None if (passes := _sum_if_known(row.passes for row in rows)) is None else int(passes),
+        nodes=None if (nodes := _sum_if_known(row.nodes for row in rows)) is None else int(nodes),
         accepted_lengths=_lengths(rows),
         acceptance_by_place=_places(rows),
         compared=len(compared),

@@ -170,12 +170,17 @@ def predictions(summary: Summary) -> dict[int, Prediction]:
     return found
 
 
-def condition_nodes(summary: Summary, index: int) -> int | None:
-    """Nodes of the trees of a condition, where its name or the settings tell; None if its passes were compiled, which
-    the measured costs are not."""
+def condition_nodes(summary: Summary, index: int) -> float | None:
+    """Nodes of the trees of a condition: the mean if rows tell, else what its name or the settings say.
+
+    None if neither does, or if its passes were compiled, which the measured costs are not.
+    """
     method, drafts = summary.conditions[index].method, summary.result.settings.get("draft_tokens")
+    figures = summary.figures(index)
     if method.startswith(COMPILED):
         return None
+    if figures.nodes is not None and figures.passes:
+        return figures.nodes / figures.passes
     return drafts + 1 if method == "vanilla" and drafts is not None else tree_nodes(method)
 
 

@@ -24,15 +24,15 @@ def row(condition=0, prompts=("a",), round=0, **more):
     fields = {
         "condition": condition, "round": round, "prompts": tuple(prompts), "category": "qa", "prompt_tokens": 5,
         "new_tokens": 9, "prefill_seconds": 0.5, "decode_seconds": 2.0, "draft_seconds": None, "target_seconds": None,
-        "passes": None, "accepted_lengths": None, "acceptance_by_place": None, "digest": "00", "matches": None,
-        "first_difference": None, "logit_gap": None,
+        "passes": None, "nodes": None, "accepted_lengths": None, "acceptance_by_place": None, "digest": "00",
+        "matches": None, "first_difference": None, "logit_gap": None,
     }  # fmt: skip
     return Row(**(fields | more))
 
 
 OURS = {
-    "draft_seconds": 0.25, "target_seconds": 1.0, "passes": 3, "accepted_lengths": {1: 1, 3: 2}, "matches": False,
-    "acceptance_by_place": {"1,1": (3, 2), "1,2": (3, 0)}, "first_difference": 4, "logit_gap": 0.125,
+    "draft_seconds": 0.25, "target_seconds": 1.0, "passes": 3, "nodes": 9, "accepted_lengths": {1: 1, 3: 2},
+    "matches": False, "acceptance_by_place": {"1,1": (3, 2), "1,2": (3, 0)}, "first_difference": 4, "logit_gap": 0.125,
 }  # fmt: skip
 
 
@@ -117,6 +117,7 @@ def changed(change):
         (lambda data: data["rows"][0].update(decode_seconds=-1.0), r"rows\[0\].decode_seconds is -1"),
         (lambda data: data["rows"][1].update(passes=4), r"rows\[1\].accepted_lengths has 3 passes, not 4"),
         (lambda data: data["rows"][1]["acceptance_by_place"].update({"0,1": [1, 1]}), "'0,1', which is no 'depth"),
+        (lambda data: data["rows"][1].update(nodes=2), r"rows\[1\].nodes is 2, and each of its 3 passes"),
         (lambda data: data["costs"]["nodes"].pop(), "differ in length"),
     ],
 )  # fmt: skip

@@ -122,6 +122,11 @@ class TestFigures:
             first = row.new_tokens - row.decoded_tokens
             assert first == 1 or (first > 1 and condition.method == "hf-assisted")
             assert (row.draft_seconds is not None) == (row.acceptance_by_place is not None) == ours
+            assert (row.nodes is not None) == ours
+            if condition.method == "ar":
+                assert row.nodes == row.passes
+            elif ours:  # the root of every pass, and the candidates, of which some may not have been reached
+                assert row.nodes >= row.passes + sum(reached for reached, _ in row.acceptance_by_place.values())
 
     def test_without_hf_there_is_nothing_to_match(self, run_of):
         rows, _ = rows_of(run_of("ar", "ngram"))

@@ -68,7 +68,7 @@ def row(index, condition, name, category, pace):
     return Row(
         index, 0, (name,), category, 9, 41, 0.1, seconds,
         0.1 * seconds if ours else None, 0.8 * seconds if ours else None, passes if ours else None,
-        {length: passes} if ours else None, places if ours and length > 1 else None,
+        None, {length: passes} if ours else None, places if ours and length > 1 else None,
         "00", True, None, None,
     )  # fmt: skip
 
@@ -205,9 +205,26 @@ def test_predictions_stand_beside_measurements(tmp_path):
     assert found[2].seconds_per_token == pytest.approx((0.023 + 0.1 * 2 * 0.020) / 2, rel=0.01)  # 3 drafts and the root
     text = section(render([result], tmp_path / "report"), "## Predicted and measured speed-up")
     nodes, length, draft_ms, curve, _, _, measured, speedup, ratio = cells(text, "medusa@4")
-    assert (nodes, length, curve) == ("4", "2.00", "23.00") and float(draft_ms) == pytest.approx(2, abs=0.03)
+    assert (nodes, length, curve) == ("4.0", "2.00", "23.00") and float(draft_ms) == pytest.approx(2, abs=0.03)
     assert float(measured) == pytest.approx(100, rel=0.03) and float(speedup) == pytest.approx(1.6, abs=0.02)
     assert ratio.endswith("× ar") and ratio.startswith(("2.9", "3.0"))
+
+
+def test_trees_of_varying_size_are_predicted_by_the_mean_of_what_was_verified(tmp_path):
+    union = Condition("union", 0.0, "greedy", 1)
+    result = run({HF: 0.030, union: 0.010})
+    assert predictions(Summary(result)) == {}  # neither the name nor the rows say how large its trees were
+    sizes = [3, 9]  # nodes a pass, of every other prompt
+    rows = [
+        replace(row, nodes=sizes[place // 2 % 2] * row.passes) if row.passes else row
+        for place, row in enumerate(result.rows)
+    ]
+    result = replace(result, rows=tuple(rows))
+    (found,) = predictions(Summary(result)).values()
+    cost, draft = (0.023 + 0.030) / 2, 0.1 * 2 * 0.010  # six nodes lie half-way between four and eight
+    assert found.seconds_per_token == pytest.approx((cost + draft) / 2, rel=0.01)
+    text = section(render([result], tmp_path / "report"), "## Predicted and measured speed-up")
+    assert cells(text, "union")[0] == "6.0"
 
 
 def test_a_compiled_target_is_not_predicted_from_the_costs_of_another():

@@ -18,7 +18,7 @@ def row(prompts="a", tokens=11, seconds=1.0, **more):
     """A row of one prompt, or of a batch of one-letter prompts, whose prefill took a tenth of its decoding."""
     plain = {
         "condition": 0, "round": 0, "category": "chat", "prompt_tokens": 5, "prefill_seconds": seconds / 10,
-        "draft_seconds": None, "target_seconds": None, "passes": None, "accepted_lengths": None,
+        "draft_seconds": None, "target_seconds": None, "passes": None, "nodes": None, "accepted_lengths": None,
         "acceptance_by_place": None, "digest": "", "matches": None, "first_difference": None, "logit_gap": None,
     }  # fmt: skip
     return Row(**{**plain, "prompts": tuple(prompts), "new_tokens": tokens, "decode_seconds": seconds, **more})
