@@ -364,6 +364,11 @@ class Engine:
         """`target`, but with compiled passes; compilation happens in the first ones, which are warm-up."""
         return MeteredTarget(self.model, self._meter, compile=True)
 
+    @cached_property
+    def _compiled_draft_model(self) -> Target:
+        assert self.draft_model is not None  # who asks has made sure
+        return Target(self.draft_model, compile=True)
+
     def _arguments(self, temperature: float) -> dict[str, Any]:
         arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
@@ -377,7 +382,11 @@ class Engine:
         if method.kind is Kind.AR:
             return treedec.load_drafter("none", self.model)
         if method.kind is Kind.VANILLA:
-            return DraftModelDrafter(self._needed(method), depth=self._chain(method, self.draft_tokens))
+            draft_model = self._needed(method)
+            return DraftModelDrafter(
+                self._compiled_draft_model if method.compiled else draft_model,
+                depth=self._chain(method, self.draft_tokens),
+            )
         assert method.source is not None  # `parse_methods` gives every drafter one
         return treedec.load_drafter(method.source, self.model, tree=method.nodes)
 

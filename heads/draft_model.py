@@ -128,6 +128,9 @@ class _DraftModelSession(DraftSession):
         lengths = self._cache.lengths
         pending = [[] if text is None else text[done:] for text, done in zip(texts, lengths, strict=True)]
         width = max(len(row) for row in pending)  # at least 1: a root is never cached before its round
+        if width <= self._depth + 1:
+            # All but the first round. A compiled draft model has compiled passes over trees, not over prompts.
+            return self._feed(pending)
         # Padded on the left, so that one column holds the last token of every row and the head runs on it alone.
         ids = torch.tensor([[0] * (width - len(row)) + row for row in pending], device=self._target.device)
         missing = torch.tensor([width - len(row) for row in pending], device=ids.device)
@@ -136,8 +139,9 @@ class _DraftModelSession(DraftSession):
         return self._target.prefill(self._cache, ids, real, self._chunk).logits[:, -1]
 
     def _feed(self, tokens: list[list[int]]) -> Tensor:
-        """Cache one more token of each row (none of empty rows); `[B, V]` logits after it."""
-        tree = TokenTree.chains(tokens)
+        """Cache a few more tokens of each row (none of empty rows); `[B, V]` logits after each row's last one."""
+        known = self._target.vocab_size  # the target may have tokens that the draft model has not
+        tree = TokenTree.chains([[token if token < known else 0 for token in row] for row in tokens])
         verified = self._target.verify(self._cache, tree)
-        self._cache.commit(tree.counts[:, None] > 0)
-        return verified.logits[:, 0]
+        self._cache.commit(torch.arange(tree.width) < tree.counts[:, None])
+        return verified.logits[range(len(tokens)), (tree.counts - 1).clamp(min=0).tolist()]

@@ -219,12 +219,16 @@ def test_methods_return_what_generate_does(pair, method, arguments):
 
 
 @pytest.mark.slow
-def test_a_compiled_target_decodes_the_same(pair):
+@pytest.mark.parametrize("method", ["ngram", "vanilla"])
+def test_a_compiled_target_decodes_the_same(pair, method):
     model, draft = pair
     engine, batch = engine_of(model, draft), batch_of(prompts())
-    plain, compiled = (decode(engine, method, batch) for method in ("ngram", "compiled:ngram"))
+    plain, compiled = (decode(engine, name, batch) for name in (method, f"compiled:{method}"))
     assert compiled.rows == plain.rows and compiled.stats == plain.stats
     assert engine.compiled_target._compiled is not None and engine.target._compiled is None
+    if method == "vanilla":
+        drafters = [metered.drafter for metered in engine._drafters.values()]
+        assert [drafter._target._compiled is not None for drafter in drafters] == [False, True]
 
 
 @pytest.mark.parametrize("sampled", [False, True])
