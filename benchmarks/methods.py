@@ -76,7 +76,9 @@ _NAMED = {kind.value: kind for kind in Kind if kind not in (Kind.DRAFTER, Kind.P
 # Heads that are shipped with treedec for some targets, and those together with n-grams.
 _SHORT = ("medusa", "hydra", "recurrent", "eagle3", "union")
 _WITHOUT_FOLDER = ("ngram", "none")
-COMPILED = "compiled:"  # before the name of a method of treedec's: the target's passes are compiled
+COMPILED = (
+    "compiled:"  # before the name of a method of treedec's: passes of the target are compiled, and of draft models
+)
 KNOWN = (*_NAMED, "ngram", *_SHORT, *(PREFIX + name for name in PEERS))
 
 
@@ -89,7 +91,7 @@ class Method:
         kind: what decodes.
         source: of drafters, what `treedec.load_drafter` takes; of peers, the name without `peer:`.
         nodes: nodes per tree, the root included; None for the method's default.
-        compiled: the target's passes over trees are compiled by torch.
+        compiled: passes over trees are compiled by torch, those of the target and of a draft model.
     """
 
     name: str
@@ -109,7 +111,7 @@ def parse_methods(names: Sequence[str], target: str) -> list[Method]:
 
     Args:
         names: each one of `KNOWN`, or what `treedec.load_drafter` takes; `@NODES` behind it sets the size of its trees,
-            and `compiled:` before one of treedec's has the target compiled.
+            and `compiled:` before one of treedec's has the target and a draft model compiled.
         target: what `treedec.load_target` takes: short names mean heads that are shipped for it.
 
     Raises:

@@ -133,8 +133,10 @@ def _growth(stored: Stored, tree: GrowthPolicy | DynamicTree | int | None) -> Gr
         deepest = getattr(stored.config, "heads", None)
         if tree is None:
             return DynamicTree(depth=min(DynamicTree.depth, deepest or DynamicTree.depth))
-        # Large trees gain by being wide and deep: with the demo target's recurrent heads and 32 nodes, levels of 8
-        # nodes with 8 candidates each are accepted 3 % further than those of 4, and 7 levels 2 % further than 5.
+        # Who asks for so many nodes gets them, likely or not, and so a level more per 16 of them, not as many as there
+        # are likely nodes for. Large trees gain by being wide and deep: with the demo target's recurrent heads and 32
+        # nodes, levels of 8 nodes with 8 candidates each are accepted 3 % further than those of 4, and 7 levels 2 %
+        # further than 5.
         depth, spread = 5 + tree // 16, max(DynamicTree.width, tree // 4)
         return DynamicTree(tree, min(depth, deepest or depth), spread, spread, min_probability=0.0, min_reach=0.0)
     if tree is None:

@@ -128,8 +128,8 @@ class _DraftModelSession(DraftSession):
         lengths = self._cache.lengths
         pending = [[] if text is None else text[done:] for text, done in zip(texts, lengths, strict=True)]
         width = max(len(row) for row in pending)  # at least 1: a root is never cached before its round
-        if width <= self._depth + 1:
-            # All but the first round. A compiled draft model has compiled passes over trees, not over prompts.
+        if width <= min(self._depth + 1, self._chunk):
+            # As in most rounds but the first: a compiled draft model has compiled passes over trees, not over prompts.
             return self._feed(pending)
         # Padded on the left, so that one column holds the last token of every row and the head runs on it alone.
         ids = torch.tensor([[0] * (width - len(row)) + row for row in pending], device=self._target.device)
@@ -143,5 +143,5 @@ class _DraftModelSession(DraftSession):
         known = self._target.vocab_size  # the target may have tokens that the draft model has not
         tree = TokenTree.chains([[token if token < known else 0 for token in row] for row in tokens])
         verified = self._target.verify(self._cache, tree)
-        self._cache.commit(torch.arange(tree.width) < tree.counts[:, None])
+        self._cache.commit(torch.arange(tree.width, device="cpu") < tree.counts[:, None])
         return verified.logits[range(len(tokens)), (tree.counts - 1).clamp(min=0).tolist()]

@@ -236,9 +236,11 @@ class DynamicTree:
             # What follows a node is worth no more than the node, and of equals the earlier candidate is taken.
             last = values.topk(budget).values[:, -1:] if values.shape[1] >= budget else 0
             pays = self._worth_adding(reached) & (reached > last)
-            wide = int(pays.sum(1).max())
-            if wide == 0 or float((reached * pays).sum(1).max()) < self.min_reach:
+            # One question to the device, not two.
+            wide, reach = torch.stack([pays.sum(1).to(reached.dtype), (reached * pays).sum(1)]).amax(1).tolist()
+            if wide == 0 or reach < self.min_reach:
                 break
+            wide = int(wide)
             reached, index = reached[:, :wide], index[:, :wide]
             ids, scores = expand(level + 1, tokens[:, seen:].gather(1, index), new_parents.gather(1, index))
             places = expanded.shape[1] + torch.arange(wide, device=ids.device).expand(len(ids), wide)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from treedec.limits import BACKENDS, SLIDING_ATTENTION, UnsupportedModel, check_
 from treedec.tree import TokenTree
 
 _CHUNK = 512  # columns of a prompt in one pass
+_ADAPTERS = ("_active_adapter", "_disable_adapters")  # where peft's layers keep what takes part
 
 
 def logit_factor(config: PretrainedConfig) -> float:
@@ -98,6 +100,15 @@ def _features(head_input: Tensor, out: Any, layers: tuple[int, ...] | None) -> T
     return torch.cat(found, dim=-1)
 
 
+class _Reference(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a tensor, equal only to those to the same one (where `weakref.ref` compares the tensors)."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Reference) and self() is not None and self() is other()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Target:
     """Prefill and tree verification for an unmodified causal LM.
 
@@ -105,7 +116,9 @@ class Target:
         model: any decoder-only `PreTrainedModel` with an LM head whose layers are full or sliding attention.
         compile: verify trees with a `torch.compile`d copy of the forward pass (minutes of compilation at first). Keep
             the `Target` and hand it to `generate` in place of the model, or every call compiles anew. The copy is of
-            the model as it is now. On the CPU it also packs the weights for oneDNN, which takes their memory once more.
+            the model as it is now: if weights, adapters or hooks change, it is refused at the next text (but a write
+            through `.data` shows nowhere). On the CPU it also packs the weights for oneDNN, which takes their memory
+            once more.
 
     Raises:
         UnsupportedModel: what `treedec.limits.check_configuration` refuses; with `compile`, a head path that cannot be
@@ -130,19 +143,36 @@ class Target:
         self._compiled: Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None = None
         if compile:
             self._check_head()
-            # To check before each pass that no module has changed takes a twelfth of the demo target's pass. Of all
-            # that may change, `_check_unchanged` looks at the weights, once a text; rotary embeddings with a switch,
-            # which change themselves while they run, keep their guards.
-            skip = self.rope_switch is None
-            options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe} if skip else None
-            self._compiled = torch.compile(self._decode, dynamic=True, options=options)
-            # On the CPU, freezing makes constants of the weights and packs them, and layers that read the same input
-            # become one (q, k and v; gate and up): 23 ms a pass became 19 by the first, 14 became 11 by the second and
-            # the guards. It is asked for while tracing, which the `options` of torch.compile do not reach.
             self._frozen = self.device.type == "cpu"
-            inductor = importlib.import_module("torch._inductor.config")
-            self._freezing = inductor.patch({"freezing": self._frozen, "cpp.enable_concat_linear": self._frozen})
-            self._weights = self._present_weights()
+            self._assumed = self._assumptions()
+            self._compiled = self._compile()
+
+    def _compile(self) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+        """`_decode`, compiled for this target alone."""
+        inductor, config = torch._dynamo.lookup_backend("inductor"), importlib.import_module("torch._inductor.config")
+        # To check before each pass that no module has changed takes a twelfth of the demo target's pass;
+        # `_check_unchanged` does so once a text. Rotary embeddings with a switch, which change themselves while they
+        # run, keep their guards, and so do all modules before torch 2.8.
+        unguarded = getattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe", None)
+        options = None if unguarded is None or self.rope_switch is not None else {"guard_filter_fn": unguarded}
+        # A backend of its own: code compiled by an equal one is shared between targets, which without those guards are
+        # not told apart, and weights that are frozen in it would be another model's.
+        run = torch.compile(
+            self._decode, dynamic=True, backend=lambda graph, inputs: inductor(graph, inputs), options=options
+        )
+        # On the CPU, freezing makes constants of the weights and packs them, and layers that read the same input become
+        # one (q, k and v; gate and up): 23 ms a pass became 19 by the first, 14 became 11 by the second and the guards.
+        # It is asked for while tracing, which the `options` of torch.compile do not reach.
+        settings = {"freezing": self._frozen}
+        if hasattr(config.cpp, "enable_concat_linear"):
+            settings["cpp.enable_concat_linear"] = self._frozen
+        patch = config.patch(settings)
+
+        def decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+            with torch.no_grad(), patch:
+                return run(*arguments)
+
+        return decode
 
     @property
     def device(self) -> torch.device:
@@ -207,7 +237,12 @@ class Target:
         return finish_logits(self.model.get_output_embeddings()(hidden), self.config)
 
     def allocate(self, batch: int, capacity: int) -> SlotCache:
-        """An empty cache of `capacity` slots for each of `batch` rows."""
+        """An empty cache of `capacity` slots for each of `batch` rows.
+
+        Raises:
+            RuntimeError: the passes over trees are compiled, and the model has changed since.
+        """
+        self._check_unchanged()
         return SlotCache(self.config.num_hidden_layers, batch, capacity, self.device)
 
     def prefill(
@@ -230,11 +265,7 @@ class Target:
 
         Returns:
             Logits `[B, 1, V]` and LM-head input `[B, 1, H]` after the last column, features `[B, L, F]` of all.
-
-        Raises:
-            RuntimeError: the passes over trees are compiled, and the model's weights have changed since.
         """
-        self._check_unchanged()
         length = input_ids.shape[1]
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         before = torch.tensor(cache.lengths, device=real.device)[:, None]
@@ -277,9 +308,7 @@ class Target:
         positions = (roots + tree.depths).to(self.device, non_blocking=True)
         cache.reserve(positions)
         mask = self._mask(cache, positions, tree.ancestors.to(self.device))
-        with torch.no_grad(), self._freezing:
-            logits, hidden, found = self._compiled(tree.tokens.to(self.device), positions, mask, cache, features)
-        return Verified(logits, hidden, found)
+        return Verified(*self._compiled(tree.tokens.to(self.device), positions, mask, cache, features))
 
     @overload
     def features(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, layers: None = None) -> Tensor: ...
@@ -391,30 +420,40 @@ class Target:
                 f"{type(self.model).__name__} has a head path that treedec does not know: use compile=False"
             )
 
-    def _present_weights(self) -> list[tuple[str, Tensor, object]]:
-        """Name and tensor of every weight, and what tells whether the compiled copy still holds of it."""
+    def _assumptions(self) -> dict[str, object]:
+        """What compiled passes take for granted, by name: weights, and all plain values and hooks of modules."""
 
-        def mark(tensor: Tensor) -> object:
-            # Tensors made in inference mode count no changes. Where weights are not frozen, the copy reads them anew.
-            counted = self._frozen and not tensor.is_inference()
-            return tensor.dtype, tensor.device, tensor.data_ptr(), tensor._version if counted else None
+        def of_tensor(tensor: Tensor) -> object:
+            # Weights that are not frozen are read anew in every pass. Tensors of inference mode count no changes.
+            version = tensor._version if self._frozen and not tensor.is_inference() else None
+            return _Reference(tensor), tensor.dtype, tensor.device, tensor.data_ptr(), version
 
-        return [(name, tensor, mark(tensor)) for name, tensor in self.model.named_parameters()]
+        def of_module(module: nn.Module) -> object:
+            # The LM head is what passes hook themselves, maybe on another thread just now.
+            hooks = [] if module is head else [*module._forward_hooks, *module._forward_pre_hooks]
+            values = {
+                name: _plain(value) for name, value in vars(module).items() if name[:1] != "_" or name in _ADAPTERS
+            }
+            return type(module), hooks, values
+
+        head = self.model.get_output_embeddings()
+        found: dict[str, object] = {name: of_tensor(weight) for name, weight in self.model.named_parameters()}
+        if self.rope_switch is None:
+            found |= {name: of_tensor(buffer) for name, buffer in self.model.named_buffers()}
+            found |= {f"{name}: a module": of_module(module) for name, module in self.model.named_modules()}
+        return found
 
     def _check_unchanged(self) -> None:
-        """Raise `RuntimeError` if the compiled copy is of other weights than the model has now."""
+        """Raise `RuntimeError` if the compiled copy is of another state of the model than this."""
         if self._compiled is None:
             return
-        present = self._present_weights()
-        changed = [
-            name
-            for (name, tensor, mark), (_, compiled, compiled_mark) in zip(present, self._weights, strict=False)
-            if tensor is not compiled or mark != compiled_mark
-        ]
-        if changed or len(present) != len(self._weights):
+        present, assumed = self._assumptions(), self._assumed
+        changed = [name for name in {**assumed, **present} if assumed.get(name) != present.get(name)]
+        if changed:
             raise RuntimeError(
-                f"the model's weights have changed since its passes were compiled ({len(changed)} of {len(present)}, "
-                f"{', '.join(changed[:1]) or 'others are missing or new'}): make a new Target(model, compile=True)"
+                f"the model has changed since its passes were compiled ({changed[0]}"
+                + (f" and {len(changed) - 1} more" if changed[1:] else "")
+                + "): make a new Target(model, compile=True)"
             )
 
     def _mask(self, cache: SlotCache, positions: Tensor, sees: Tensor) -> Tensor | dict[str, Tensor]:
@@ -461,6 +500,13 @@ class Target:
             yield captured
         finally:
             handle.remove()
+
+
+def _plain(value: object) -> object:
+    """A value that a pass may depend on, copied if it is a list; None for anything that is more than a value."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(member) for member in value)
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:

@@ -12,6 +12,12 @@ from treedec import Target, UnsupportedModel
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    """torch compiles one function a few times only, and then runs it as it is."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_the_compiled_target_gives_the_same_tokens(name):
     model = tiny_model(name)
@@ -47,25 +53,71 @@ def test_a_head_path_that_is_not_known_is_refused():
         Target(model, compile=True)
 
 
-@pytest.mark.parametrize("change", ["in place", "another tensor", "another type"])
-def test_weights_that_changed_since_are_refused(change):
-    """A frozen copy would go on with the old weights, while the prefill reads the new ones."""
+def _in_place(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.neg_()
+
+
+def _another_tensor(model):
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = torch.nn.Parameter(-layer.weight.detach())
+
+
+def _another_type(model):
+    model.to(torch.float32)
+
+
+def _a_buffer(model):
+    model.model.rotary_emb.inv_freq *= 0.5
+
+
+def _a_number(model):
+    model.model.layers[0].self_attn.scaling *= 8
+
+
+def _a_hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, arguments, output: -output)
+
+
+def _another_module(model):
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
+@pytest.mark.parametrize(
+    "change", [_in_place, _another_tensor, _another_type, _a_buffer, _a_number, _a_hook, _another_module]
+)
+def test_a_model_that_has_changed_since_is_refused(change):
+    """Compiled passes would go on as it was, while the prefill is as it is."""
     model = fresh_model()
     target = Target(model, compile=True)
-    arguments = {"max_new_tokens": 4, "do_sample": False}
-    treedec.generate(target, prompts(), None, **arguments)
-    norm = model.model.norm
-    if change == "in place":
-        with torch.no_grad():
-            norm.weight *= 2
-    elif change == "another tensor":
-        norm.weight = torch.nn.Parameter(norm.weight.detach() * 2)
-    else:
-        model.to(torch.float32)
-    with pytest.raises(RuntimeError, match=r"weights have changed.*new Target"):
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    before = reference(model, prompts(), **arguments)
+    for _ in range(2):
+        drafter = scripted(before, "last-branch-then-wrong")
+        assert torch.equal(treedec.generate(target, prompts(), drafter, **arguments), before.ids)
+    change(model)
+    with pytest.raises(RuntimeError, match=r"has changed since.*new Target"):
         treedec.generate(target, prompts(), None, **arguments)
-    expected = reference(model, prompts(), **arguments)
-    assert torch.equal(treedec.generate(Target(model, compile=True), prompts(), None, **arguments), expected.ids)
+    after = reference(model, prompts(), **arguments)
+    assert change is _another_type or not torch.equal(after.ids, before.ids)
+    drafter = scripted(after, "last-branch-then-wrong")
+    assert torch.equal(treedec.generate(Target(model, compile=True), prompts(), drafter, **arguments), after.ids)
+
+
+def test_models_of_one_shape_do_not_share_what_is_compiled():
+    """Their weights are constants in it."""
+    models = [fresh_model(), fresh_model()]
+    with torch.no_grad():
+        models[1].model.layers[0].mlp.down_proj.weight.neg_()
+    targets = [Target(model, compile=True) for model in models]
+    texts = []
+    for model, target in [*zip(models, targets, strict=True)] * 2:
+        expected = reference(model, prompts(), max_new_tokens=12, do_sample=False)
+        drafter = scripted(expected, "last-branch-then-wrong")
+        ours = treedec.generate(target, prompts(), drafter, max_new_tokens=12, do_sample=False)
+        assert torch.equal(ours, expected.ids)
+        texts.append(expected.ids)
+    assert not torch.equal(texts[0], texts[1])
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -88,7 +140,6 @@ def test_rotary_frequencies_that_change_on_the_way_change_in_compiled_passes(kin
 def test_a_short_and_a_long_text_share_one_compilation():
     """The cache of a short text must not be as long as its mask, or the compiler takes the two lengths for one."""
     model = tiny_model()
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     target = Target(model, compile=True)
     for new in (12, 90):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -193,8 +194,9 @@ class Opinions:
 
 
 def dynamic_twin(policy, opinions, row, room, limit):
-    """The paths of one row's tree, by the plain algorithm; it stops early only where the policy says so."""
-    found, level = {}, {(): 1.0}
+    """The paths of one row's tree, by the plain algorithm, which stops early only where the policy says so; and the
+    level that it reached."""
+    found, level, deepest = {}, {(): 1.0}, 0
     for _ in range(min(policy.depth, room)):
         best = sorted(level, key=level.get, reverse=True)[: policy.width]
         if () not in level and policy.min_reach:
@@ -209,8 +211,9 @@ def dynamic_twin(policy, opinions, row, room, limit):
             for token, score in zip(*opinions.after(row, path), strict=True)
         }
         found |= level
+        deepest += 1
     worth = [path for path in found if found[path] >= policy.min_probability and found[path] > 0]
-    return set(sorted(worth, key=found.get, reverse=True)[: max(0, min(policy.nodes, limit) - 1)])
+    return set(sorted(worth, key=found.get, reverse=True)[: max(0, min(policy.nodes, limit) - 1)]), deepest
 
 
 def row_paths(tree, row):
@@ -238,25 +241,20 @@ def test_a_dynamic_tree_equals_its_plain_twin_in_every_row(policy, room, limit, 
     tree.validate(100, room)
     assert len(opinions.calls) < policy.depth and sum(opinions.calls) <= policy.expanded
     for row, levels in enumerate(room):
-        assert row_paths(tree, row) == dynamic_twin(policy, opinions, row, levels, limit)
+        assert row_paths(tree, row) == dynamic_twin(policy, opinions, row, levels, limit)[0]
 
 
-@given(st.floats(0.01, 1.0), st.integers(2, 20), st.integers(0, 10**6))
-def test_a_dynamic_tree_stops_where_the_path_hardly_gets(reach, nodes, seed):
+@given(st.floats(0.01, 1.0), st.integers(2, 20), st.integers(1, 3), st.integers(0, 10**6))
+def test_a_dynamic_tree_stops_where_no_row_is_likely_to_get(reach, nodes, rows, seed):
     policy = DynamicTree(nodes=nodes, depth=5, width=3, branching=3, min_reach=reach)
-    tree = Opinions(1, 3, seed).grow(policy, [5])
-    assert row_paths(tree, 0) == dynamic_twin(policy, Opinions(1, 3, seed), 0, 5, 64)
-
-
-def test_a_row_that_is_sure_keeps_the_others_drafting():
-    class OneIsSure(Opinions):
-        def after(self, row, path):
-            ids, scores = super().after(row, path)
-            return ids, scores / scores.sum() * (0.9 if row else 0.1)
-
-    policy = DynamicTree(depth=3, branching=2, min_probability=0.0, min_reach=0.5)
-    assert OneIsSure(2, 2).grow(policy, [3, 3]).depths.max() == 3
-    assert OneIsSure(1, 2).grow(policy, [3]).depths.max() == 1
+    opinions = Opinions(rows, 3, seed)
+    tree = opinions.grow(policy, [5] * rows)
+    # A level is drafted for all rows or for none.
+    deepest = max(dynamic_twin(policy, opinions, row, 5, 64)[1] for row in range(rows))
+    assert len(opinions.calls) == deepest - 1
+    whole = replace(policy, depth=deepest, min_reach=0.0)
+    for row in range(rows):
+        assert row_paths(tree, row) == dynamic_twin(whole, opinions, row, 5, 64)[0]
 
 
 def test_a_dynamic_tree_asks_only_about_nodes_whose_children_could_still_enter():
