@@ -429,12 +429,14 @@ class Target:
             return _Reference(tensor), tensor.dtype, tensor.device, tensor.data_ptr(), version
 
         def of_module(module: nn.Module) -> object:
-            # The LM head is what passes hook themselves, maybe on another thread just now.
-            hooks = [] if module is head else [*module._forward_hooks, *module._forward_pre_hooks]
+            # The LM head is what passes hook themselves, maybe on another thread just now. transformers hooks layers
+            # when hidden states are first asked for, and never unhooks them.
+            hooks = {} if module is head else {**module._forward_hooks, **module._forward_pre_hooks}
+            foreign = [key for key, hook in hooks.items() if not str(hook.__module__).startswith("transformers.")]
             values = {
                 name: _plain(value) for name, value in vars(module).items() if name[:1] != "_" or name in _ADAPTERS
             }
-            return type(module), hooks, values
+            return type(module), foreign, values
 
         head = self.model.get_output_embeddings()
         found: dict[str, object] = {name: of_tensor(weight) for name, weight in self.model.named_parameters()}

@@ -104,6 +104,18 @@ def test_a_model_that_has_changed_since_is_refused(change):
     assert torch.equal(treedec.generate(Target(model, compile=True), prompts(), drafter, **arguments), after.ids)
 
 
+def test_what_transformers_does_to_a_model_is_no_change():
+    model = fresh_model()
+    target = Target(model, compile=True)
+    model(prompts(), output_hidden_states=True, output_attentions=False)
+    model.generate(prompts(), max_new_tokens=4, do_sample=False)
+    model.train()
+    model.eval()
+    expected = reference(model, prompts(), max_new_tokens=12, do_sample=False)
+    drafter = scripted(expected, "last-branch-then-wrong")
+    assert torch.equal(treedec.generate(target, prompts(), drafter, max_new_tokens=12, do_sample=False), expected.ids)
+
+
 def test_models_of_one_shape_do_not_share_what_is_compiled():
     """Their weights are constants in it."""
     models = [fresh_model(), fresh_model()]
