@@ -104,6 +104,20 @@ def test_a_model_that_has_changed_since_is_refused(change):
     assert torch.equal(treedec.generate(Target(model, compile=True), prompts(), drafter, **arguments), after.ids)
 
 
+def test_an_adapter_that_is_switched_off_is_a_change():
+    peft = pytest.importorskip("peft")
+    model = fresh_model()
+    torch.manual_seed(0)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False), model)
+    target = Target(model, compile=True)
+    expected = reference(model, prompts(), max_new_tokens=12, do_sample=False)
+    drafter = scripted(expected, "last-branch-then-wrong")
+    assert torch.equal(treedec.generate(target, prompts(), drafter, max_new_tokens=12, do_sample=False), expected.ids)
+    model.model.layers[0].mlp.down_proj.enable_adapters(False)
+    with pytest.raises(RuntimeError, match="has changed since"):
+        treedec.generate(target, prompts(), None, max_new_tokens=12, do_sample=False)
+
+
 def test_what_transformers_does_to_a_model_is_no_change():
     model = fresh_model()
     target = Target(model, compile=True)
