@@ -76,9 +76,8 @@ _NAMED = {kind.value: kind for kind in Kind if kind not in (Kind.DRAFTER, Kind.P
 # Heads that are shipped with treedec for some targets, and those together with n-grams.
 _SHORT = ("medusa", "hydra", "recurrent", "eagle3", "union")
 _WITHOUT_FOLDER = ("ngram", "none")
-COMPILED = (
-    "compiled:"  # before the name of a method of treedec's: passes of the target are compiled, and of draft models
-)
+# Before the name of a method of treedec's: passes over trees are compiled, those of a draft model, too.
+COMPILED = "compiled:"
 KNOWN = (*_NAMED, "ngram", *_SHORT, *(PREFIX + name for name in PEERS))
 
 
