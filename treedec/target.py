@@ -100,13 +100,11 @@ def _features(head_input: Tensor, out: Any, layers: tuple[int, ...] | None) -> T
     return torch.cat(found, dim=-1)
 
 
-class _Reference(weakref.ref):  # type: ignore[type-arg]
+class _Reference(weakref.ref[Tensor]):
     """A weak reference to a tensor, equal only to those to the same one (where `weakref.ref` compares the tensors)."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Reference) and self() is not None and self() is other()
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class Target:
@@ -151,8 +149,8 @@ class Target:
         """`_decode`, compiled for this target alone."""
         inductor, config = torch._dynamo.lookup_backend("inductor"), importlib.import_module("torch._inductor.config")
         # To check before each pass that no module has changed takes a twelfth of the demo target's pass;
-        # `_check_unchanged` does so once a text. Rotary embeddings with a switch, which change themselves while they
-        # run, keep their guards, and so do all modules before torch 2.8.
+        # `_check_unchanged` does so once a text, in 2.6 ms. Rotary embeddings with a switch, which change themselves
+        # while they run, keep their guards, and so do all modules before torch 2.8.
         unguarded = getattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe", None)
         options = None if unguarded is None or self.rope_switch is not None else {"guard_filter_fn": unguarded}
         # A backend of its own: code compiled by an equal one is shared between targets, which without those guards are
