@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from treedec.cache import SlotCache
+
+T = TypeVar("T")
 
 
 class Attention(nn.Module):
@@ -114,16 +117,16 @@ class LayerCache(SlotCache):
         super().__init__(1, batch, capacity + max(chunk, tree), device)
         self._chunk, self._window = chunk, window
 
-    def read(self, counts: list[int], layer: Callable[[slice, Tensor, Tensor], Tensor]) -> Tensor:
+    def read(self, counts: list[int], layer: Callable[[slice, Tensor, Tensor], T]) -> T:
         """Read and commit the tokens that come next, padded on the left: one column holds the last one of every row.
 
         Args:
             counts: how many there are in each row, not 0 in all.
             layer: `layer(columns, positions, mask)` runs the layer over some of the N columns, N being the largest
-                count, with positions `[B, n]` int64 and mask `[B, 1, n, S]` bool; gives its outputs `[B, n, H]`.
+                count, with positions `[B, n]` int64 and mask `[B, 1, n, S]` bool.
 
         Returns:
-            `[B, 1, H]`, the output of each row's last token; of rows without any, something.
+            What `layer` gave for the last columns; the very last one is of each row's last token, or of padding.
         """
         width, device = max(counts), self.rows.device
         steps = torch.arange(width) - (width - torch.tensor(counts))[:, None]
@@ -137,7 +140,7 @@ class LayerCache(SlotCache):
             at = positions[:, columns].to(device)
             output = layer(columns, at, self.mask(at, sees.to(device)))
             self.commit(here)
-        return output[:, -1:]
+        return output
 
     def mask(self, positions: Tensor, sees: Tensor, keep: int = 0) -> Tensor:
         """Make room for N tokens, and say which keys they attend to.

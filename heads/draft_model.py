@@ -110,13 +110,12 @@ class _DraftModelSession(DraftSession):
 
     def _choose(self, q: Tensor, level: int, state: DraftState) -> tuple[list[int], Tensor]:
         """A token for each row from `[B, V]` probabilities, and `[B]` estimates that the target chooses it too."""
-        # Races are won in proportion to the odds: a winner's share of them stands for its chance to win the target's.
-        weights = q / state.noise(level + 1) if state.drafting is Drafting.COUPLED else q
+        odds = state.odds(q, level + 1)
         if state.drafting is Drafting.SAMPLED:
             tokens = [0 if text is None else state.chance.sample(q[row]) for row, text in enumerate(state.texts)]
         else:
-            tokens = weights.argmax(-1).tolist()
-        return tokens, weights[range(len(tokens)), tokens] / weights.sum(-1)
+            tokens = odds.argmax(-1).tolist()
+        return tokens, odds[range(len(tokens)), tokens]
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """`[B, ·]` logits of the draft model over the target's V tokens: cut, or padded with impossible ones."""

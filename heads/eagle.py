@@ -32,6 +32,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
+from treedec.compilation import Compiled
 from treedec.drafter import Drafter, DraftSession, DraftState
 from treedec.growth import DynamicTree
 from treedec.heads.attention import Attention, GroupNorm, LayerCache, RMSNorm
@@ -304,27 +305,68 @@ class EagleDrafter(Drafter):
         self.name = "eagle" if config.version == 1 else "eagle3"
         self.head, self.growth, self.max_nodes, self.features = head, growth, growth.nodes, config.features
         self.draft_ids = head.draft_ids if config.draft_vocab_size < config.vocab_size else None
-        self._table = (head.embed_tokens.weight if config.own_embeddings else _embeddings(model)).detach()
+        table = (head.embed_tokens.weight if config.own_embeddings else _embeddings(model)).detach()
         # An LM head of its own was trained to yield logits as they are, not to be scaled as the target's.
-        self._lm_head: Callable[[Tensor], Tensor] = (
+        lm_head = (
             head.lm_head
             if config.own_lm_head
             else TrimmedHead(model, config.hidden_size, config.vocab_size, self.draft_ids)
         )
+        self.step = EagleStep(head, table, lm_head)
+        self._compiled: Compiled | None = None
 
     def start(self, target: Target, batch: int, capacity: int) -> DraftSession:
+        """Open a session; if the target is compiled, its steps are, too (at the first ones, in a quarter of a minute).
+
+        Raises:
+            ValueError: the head does not fit the target.
+        """
         _check_fit(self.head.config, target.model)
         window = self.head.config.sliding_window
         cache = LayerCache(batch, capacity, self.growth.expanded, target.device, window=window)
-        return _EagleSession(self, cache)
+        if not target.compiles:
+            return _EagleSession(self, cache, self.step)
+        if self._compiled is None or self._compiled.changes():
+            self._compiled = Compiled(self.step, self.step, target.device)
+        return _EagleSession(self, cache, self._compiled)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """`[…]` int64 ids to `[…, H]` rows of the table."""
-        return F.embedding(tokens, self._table)
 
-    def logits(self, output: Tensor) -> Tensor:
-        """`[…, H]` outputs of the head's layer to `[…, Vd]` logits."""
-        return self._lm_head(self.head.scored(output))
+class EagleStep(nn.Module):
+    """What is done for some pairs at once: the head, with what it reads of the target before and after.
+
+    Args:
+        head: the head.
+        table: `[V, H]` embeddings.
+        lm_head: scores `[…, Vd]` from what `EagleHead.scored` gives.
+    """
+
+    table: Tensor
+
+    def __init__(self, head: EagleHead, table: Tensor, lm_head: nn.Module):
+        super().__init__()
+        self.head, self.lm_head = head, lm_head
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: Cache, known: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer over N pairs.
+
+        Args:
+            tokens: `[B, N]` int64, those at t + 1.
+            features: of the tokens at t: true ones, `[B, N, F]`, or what was fed back, `[B, N, H]`.
+            positions, mask, cache: see `EagleHead.forward`.
+            known: features are true ones; then only the last pair is taken further.
+
+        Returns:
+            What to feed back `[B, N, H]` and logits `[B, N, Vd]`; of the last pair only if `known`.
+        """
+        if known:
+            features = self.head.fuse(features)
+        output = self.head(F.embedding(tokens, self.table), features, positions, mask, cache)
+        if known:
+            output = output[:, -1:]
+        return self.head.feedback(output), self.lm_head(self.head.scored(output))
 
 
 def _embeddings(model: PreTrainedModel) -> Tensor:
@@ -371,26 +413,25 @@ class _EagleSession(SequentialSession):
     Args:
         drafter: the head and what it shares with the target.
         cache: its keys and values, none so far.
+        step: the drafter's step, maybe compiled.
     """
 
-    def __init__(self, drafter: EagleDrafter, cache: LayerCache):
+    def __init__(self, drafter: EagleDrafter, cache: LayerCache, step: Callable[..., tuple[Tensor, Tensor]]):
         super().__init__(drafter.growth, drafter.draft_ids)
-        self._drafter, self._head, self._cache = drafter, drafter.head, cache
+        self._head, self._cache, self._step = drafter.head, cache, step
 
     def begin(self, state: DraftState) -> Tensor:
         counts, tokens, features = self._new_pairs(state)
 
-        def layer(columns: slice, positions: Tensor, mask: Tensor) -> Tensor:
-            fused = self._head.fuse(features[:, columns])
-            return self._head(self._drafter.embed(tokens[:, columns]), fused, positions, mask, self._cache)
+        def layer(columns: slice, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+            return self._step(tokens[:, columns], features[:, columns], positions, mask, self._cache, True)
 
-        output = self._cache.read(counts, layer)
         # Of the nodes of the tree, the root first: what to feed back, how deep they are, which other ones they see.
-        self._states = self._head.feedback(output)  # [B, 1 + K, H]
+        self._states, logits = self._cache.read(counts, layer)  # [B, 1 + K, H]
         self._depths = torch.zeros_like(tokens[:, :1])  # [B, 1 + K]
         self._sees = torch.zeros(len(tokens), 1, 0, dtype=torch.bool, device=tokens.device)  # [B, 1 + K, K]
         self._lengths = torch.tensor(self._cache.lengths, device=tokens.device)[:, None]
-        return self._drafter.logits(output[:, 0])
+        return logits[:, 0]
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         places, new, before = 1 + parents, tokens.shape[1], self._sees.shape[2]
@@ -400,11 +441,11 @@ class _EagleSession(SequentialSession):
         positions = self._lengths + depths
         mask = self._cache.mask(positions, sees, keep=before)
         states = follow(self._states, places)
-        output = self._head(self._drafter.embed(tokens), states, positions, mask, self._cache)
-        self._states = torch.cat([self._states, self._head.feedback(output)], dim=1)
+        states, logits = self._step(tokens, states, positions, mask, self._cache, False)
+        self._states = torch.cat([self._states, states], dim=1)
         self._depths = torch.cat([self._depths, depths + 1], dim=1)
         self._sees = torch.cat([F.pad(self._sees, (0, new)), sees], dim=1)
-        return self._drafter.logits(output)
+        return logits
 
     def _new_pairs(self, state: DraftState) -> tuple[list[int], Tensor, Tensor]:
         """The pairs that the last round made known: how many per row; tokens `[B, N]`, features `[B, N, F]`.

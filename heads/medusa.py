@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from treedec.drafter import Draft, Drafter, Drafting, DraftSession, DraftState
+from treedec.drafter import Draft, Drafter, DraftSession, DraftState
 from treedec.growth import GrowthPolicy
 from treedec.heads.sequential import draft_vocabulary
 from treedec.target import Target, finish_logits
@@ -150,15 +150,9 @@ class MedusaDrafter(Drafter):
         depths = min(self.heads.config.heads, max(state.room))
         if depths == 0:
             return [[] for _ in state.room], [[] for _ in state.room]
-        scores = state.shape(self.logits(state.hidden, depths)).softmax(-1)
-        if state.drafting is Drafting.COUPLED:
-            drafted = slice(None) if self.draft_ids is None else self.draft_ids
-            scores = scores / torch.stack([state.noise(depth + 1)[:, drafted] for depth in range(depths)])
+        q = state.shape(self.logits(state.hidden, depths)).softmax(-1)
+        scores = torch.stack([state.odds(q[depth], depth + 1, self.draft_ids) for depth in range(depths)])
         top, index = scores.topk(self.growth.branching, dim=-1)
-        if state.drafting is Drafting.COUPLED:
-            # Races are won in proportion to the odds: the share of a candidate stands for its chance of being the
-            # winner.
-            top = top / top.sum(-1, keepdim=True)
         ids = index if self.draft_ids is None else self.draft_ids[index]
         return ids.transpose(0, 1).tolist(), top.transpose(0, 1).tolist()
 

@@ -11,11 +11,11 @@ from abc import abstractmethod
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from treedec.drafter import Draft, Drafting, DraftSession, DraftState
+from treedec.drafter import Draft, DraftSession, DraftState
 from treedec.growth import DynamicTree, Scored
 from treedec.target import finish_logits
 
@@ -69,18 +69,12 @@ class SequentialSession(DraftSession):
 
     def _best(self, state: DraftState, level: int, logits: Tensor) -> Scored:
         """The best candidates at `level` below the root: `[B, n, Vd]` logits to `[B, n, k]` ids and scores."""
-        scores = state.shape(logits).softmax(-1)
-        if state.drafting is Drafting.COUPLED:
-            noise = state.noise(level)
-            scores = scores / (noise if self._draft_ids is None else noise[:, self._draft_ids])[:, None]
-        top, index = scores.topk(min(self._growth.branching, scores.shape[-1]), dim=-1)
-        if state.drafting is Drafting.COUPLED:
-            # Races are won in proportion to the odds: a candidate's share stands for its chance of winning.
-            top = top / top.sum(-1, keepdim=True)
+        odds = state.odds(state.shape(logits).softmax(-1), level, self._draft_ids)
+        top, index = odds.topk(min(self._growth.branching, odds.shape[-1]), dim=-1)
         return (index if self._draft_ids is None else self._draft_ids[index]), top
 
 
-class TrimmedHead:
+class TrimmedHead(nn.Module):
     """The target's LM head, restricted to the draft vocabulary.
 
     Args:
@@ -92,7 +86,11 @@ class TrimmedHead:
         ValueError: the LM head has another shape.
     """
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, model: PreTrainedModel, hidden_size: int, vocab_size: int, draft_ids: Tensor | None):
+        super().__init__()
         head = model.get_output_embeddings()
         if head.weight.shape != (vocab_size, hidden_size):
             raise ValueError(
@@ -101,14 +99,14 @@ class TrimmedHead:
             )
         rows = slice(None) if draft_ids is None else draft_ids
         # Of a trimmed vocabulary it is a copy: to gather the rows in every round would cost as much as the product.
-        self._weight = head.weight.detach()[rows]
+        self.register_buffer("weight", head.weight.detach()[rows], persistent=False)
         bias = getattr(head, "bias", None)
-        self._bias = None if bias is None else bias.detach()[rows]
+        self.register_buffer("bias", None if bias is None else bias.detach()[rows], persistent=False)
         self._config = model.config.get_text_config()
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """`[*, H]` inputs of the LM head to `[*, Vd]` logits, scaled and capped as the target's own."""
-        return finish_logits(F.linear(hidden, self._weight, self._bias), self._config)
+        return finish_logits(F.linear(hidden, self.weight, self.bias), self._config)
 
 
 def draft_vocabulary(draft_ids: Tensor | None, draft_vocab_size: int, vocab_size: int) -> Tensor:

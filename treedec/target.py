@@ -7,11 +7,9 @@ pass.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from treedec.cache import SlotCache
+from treedec.compilation import Compiled
 from treedec.limits import BACKENDS, SLIDING_ATTENTION, UnsupportedModel, check_configuration
 from treedec.tree import TokenTree
 
 _CHUNK = 512  # columns of a prompt in one pass
-_ADAPTERS = ("_active_adapter", "_disable_adapters")  # where peft's layers keep what takes part
 
 
 def logit_factor(config: PretrainedConfig) -> float:
@@ -100,13 +98,6 @@ def _features(head_input: Tensor, out: Any, layers: tuple[int, ...] | None) -> T
     return torch.cat(found, dim=-1)
 
 
-class _Reference(weakref.ref[Tensor]):
-    """A weak reference to a tensor, equal only to those to the same one (where `weakref.ref` compares the tensors)."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Reference) and self() is not None and self() is other()
-
-
 class Target:
     """Prefill and tree verification for an unmodified causal LM.
 
@@ -138,43 +129,20 @@ class Target:
         # transformers 5.24 renamed the argument.
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
-        self._compiled: Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None = None
+        self._compiled: Compiled | None = None
         if compile:
             self._check_head()
-            self._frozen = self.device.type == "cpu"
-            self._assumed = self._assumptions()
-            self._compiled = self._compile()
-
-    def _compile(self) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-        """`_decode`, compiled for this target alone."""
-        inductor, config = torch._dynamo.lookup_backend("inductor"), importlib.import_module("torch._inductor.config")
-        # To check before each pass that no module has changed takes a twelfth of the demo target's pass;
-        # `_check_unchanged` does so once a text, in 2.6 ms. Rotary embeddings with a switch, which change themselves
-        # while they run, keep their guards, and so do all modules before torch 2.8.
-        unguarded = getattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe", None)
-        options = None if unguarded is None or self.rope_switch is not None else {"guard_filter_fn": unguarded}
-        # A backend of its own: code compiled by an equal one is shared between targets, which without those guards are
-        # not told apart, and weights that are frozen in it would be another model's.
-        run = torch.compile(
-            self._decode, dynamic=True, backend=lambda graph, inputs: inductor(graph, inputs), options=options
-        )
-        # On the CPU, freezing makes constants of the weights and packs them, and layers that read the same input become
-        # one (q, k and v; gate and up): 23 ms a pass became 19 by the first, 14 became 11 by the second and the guards.
-        # It is asked for while tracing, which the `options` of torch.compile do not reach.
-        settings = {"freezing": self._frozen}
-        if hasattr(config.cpp, "enable_concat_linear"):
-            settings["cpp.enable_concat_linear"] = self._frozen
-        patch = config.patch(settings)
-
-        def decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-            with torch.no_grad(), patch:
-                return run(*arguments)
-
-        return decode
+            head, rotary = model.get_output_embeddings(), self.rope_switch is not None
+            self._compiled = Compiled(self._decode, model, self.device, changes_itself=rotary, hooked=head)
 
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def compiles(self) -> bool:
+        """Whether passes over trees are compiled."""
+        return self._compiled is not None
 
     @property
     def vocab_size(self) -> int:
@@ -418,38 +386,9 @@ class Target:
                 f"{type(self.model).__name__} has a head path that treedec does not know: use compile=False"
             )
 
-    def _assumptions(self) -> dict[str, object]:
-        """What compiled passes take for granted, by name: weights, and all plain values and hooks of modules."""
-
-        def of_tensor(tensor: Tensor) -> object:
-            # Weights that are not frozen are read anew in every pass. Tensors of inference mode count no changes.
-            version = tensor._version if self._frozen and not tensor.is_inference() else None
-            return _Reference(tensor), tensor.dtype, tensor.device, tensor.data_ptr(), version
-
-        def of_module(module: nn.Module) -> object:
-            # The LM head is what passes hook themselves, maybe on another thread just now. transformers hooks layers
-            # when hidden states are first asked for, and never unhooks them.
-            hooks = {} if module is head else {**module._forward_hooks, **module._forward_pre_hooks}
-            foreign = [key for key, hook in hooks.items() if not str(hook.__module__).startswith("transformers.")]
-            values = {
-                name: _plain(value) for name, value in vars(module).items() if name[:1] != "_" or name in _ADAPTERS
-            }
-            return type(module), foreign, values
-
-        head = self.model.get_output_embeddings()
-        found: dict[str, object] = {name: of_tensor(weight) for name, weight in self.model.named_parameters()}
-        if self.rope_switch is None:
-            found |= {name: of_tensor(buffer) for name, buffer in self.model.named_buffers()}
-            found |= {f"{name}: a module": of_module(module) for name, module in self.model.named_modules()}
-        return found
-
     def _check_unchanged(self) -> None:
         """Raise `RuntimeError` if the compiled copy is of another state of the model than this."""
-        if self._compiled is None:
-            return
-        present, assumed = self._assumptions(), self._assumed
-        changed = [name for name in {**assumed, **present} if assumed.get(name) != present.get(name)]
-        if changed:
+        if self._compiled is not None and (changed := self._compiled.changes()):
             raise RuntimeError(
                 f"the model has changed since its passes were compiled ({changed[0]}"
                 + (f" and {len(changed) - 1} more" if changed[1:] else "")
@@ -500,13 +439,6 @@ class Target:
             yield captured
         finally:
             handle.remove()
-
-
-def _plain(value: object) -> object:
-    """A value that a pass may depend on, copied if it is a list; None for anything that is more than a value."""
-    if isinstance(value, (list, tuple)):
-        return tuple(_plain(member) for member in value)
-    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:

@@ -1,13 +1,16 @@
 """The compiled pass against its plain twin (slow: inductor takes its time)."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
-from kit import DECODING, fresh_model, hooks, prompts, ragged_prompts, reference, scripted, tiny_model, uneven
+from kit import DECODING, VOCAB, fresh_model, hooks, prompts, ragged_prompts, reference, scripted, tiny_model, uneven
 
 import treedec
 from treedec import Target, UnsupportedModel
+from treedec.growth import DynamicTree
+from treedec.heads.eagle import EagleConfig, EagleDrafter, EagleHead
 
 pytestmark = pytest.mark.slow
 
@@ -16,6 +19,7 @@ pytestmark = pytest.mark.slow
 def nothing_compiled_before():
     """torch compiles one function a few times only, and then runs it as it is."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
@@ -166,7 +170,6 @@ def test_rotary_frequencies_that_change_on_the_way_change_in_compiled_passes(kin
 def test_a_short_and_a_long_text_share_one_compilation():
     """The cache of a short text must not be as long as its mask, or the compiler takes the two lengths for one."""
     model = tiny_model()
-    torch._dynamo.utils.counters.clear()
     target = Target(model, compile=True)
     for new in (12, 90):
         expected = reference(model, prompts(), max_new_tokens=new, do_sample=False)
@@ -174,3 +177,70 @@ def test_a_short_and_a_long_text_share_one_compilation():
             ours = treedec.generate(target, prompts(), scripted(expected, drafter), max_new_tokens=new, do_sample=False)
             assert torch.equal(ours, expected.ids)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+_EAGLE = EagleConfig(
+    hidden_size=32, vocab_size=VOCAB, draft_vocab_size=VOCAB, target_hidden_size=32, intermediate_size=48,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, version=1,
+)  # fmt: skip
+_EAGLE_3 = replace(_EAGLE, version=3, features=(0, 1, 2), draft_vocab_size=33, own_lm_head=True)
+
+
+class _Spied(EagleDrafter):
+    """Keeps its trees."""
+
+    def start(self, target, batch, capacity):
+        session = super().start(target, batch, capacity)
+        own = session.propose
+
+        def propose(state):
+            draft = own(state)
+            self.trees.append((draft.tree.tokens.tolist(), draft.tree.parents.tolist()))
+            return draft
+
+        session.propose = propose
+        return session
+
+
+def _eagle(config, model):
+    torch.manual_seed(0)
+    head = EagleHead(config, torch.arange(0, VOCAB, VOCAB // config.draft_vocab_size)[: config.draft_vocab_size])
+    head = head.double().requires_grad_(False)
+    drafter = _Spied(head, model, DynamicTree(depth=4, nodes=12, width=3, min_probability=0.0, min_reach=0.0))
+    drafter.trees = []
+    return drafter
+
+
+@pytest.mark.parametrize(
+    "config",
+    [_EAGLE, replace(_EAGLE_3, own_lm_head=False, sliding_window=6), replace(_EAGLE_3, own_embeddings=True)],
+    ids=["eagle", "eagle3-shared-window", "eagle3-own"],
+)
+def test_compiled_steps_of_an_eagle_head_draft_the_same_trees(config):
+    """One prompt, several of different lengths, again after a change of the head, and of two heads of one shape."""
+    model, (ids, mask) = fresh_model(), ragged_prompts()
+    plain, compiled = Target(model), Target(model, compile=True)
+    drafters = [_eagle(config, model), _eagle(config, model)]
+    drafters[1].head.layer.mlp.down_proj.weight.neg_()
+    for change in (False, True):
+        for drafter in drafters:
+            if change:
+                drafter.head.layer.self_attn.o_proj.weight.neg_()
+            texts = {}
+            for target in (plain, compiled):
+                drafter.trees.clear()
+                single = treedec.generate(target, prompts(), drafter, max_new_tokens=16, do_sample=False)
+                batch = treedec.generate(
+                    target, ids, drafter, attention_mask=mask, max_new_tokens=8, do_sample=True, seed=3
+                )
+                texts[target] = single.tolist(), batch.tolist(), list(drafter.trees)
+            assert texts[plain] == texts[compiled]
+            assert any(len(parents[0]) > 4 for _, parents in drafter.trees)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert _trees_of(drafters[0], plain) != _trees_of(drafters[1], plain)
+
+
+def _trees_of(drafter, target):
+    drafter.trees.clear()
+    treedec.generate(target, prompts(), drafter, max_new_tokens=16, do_sample=False)
+    return list(drafter.trees)

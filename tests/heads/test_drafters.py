@@ -200,18 +200,18 @@ def test_a_padded_draft_model_claims_distributions_over_the_vocabulary_of_the_ta
 
 
 @pytest.mark.parametrize("drafting", [Drafting.TOP, Drafting.COUPLED])
-def test_the_scores_of_a_chain_are_the_shares_of_its_tokens_multiplied(drafting):
+def test_the_scores_of_a_chain_are_the_odds_of_its_tokens_multiplied(drafting):
     draft, text = nearly(tiny_model()), prompts()[0].tolist()
     noise = torch.empty(3, 1, VOCAB).exponential_(generator=torch.Generator().manual_seed(0))
     state = replace(greedy_state([text, None]), drafting=drafting, noise=lambda depth: noise[depth - 1].expand(2, -1))
     drafted = DraftModelDrafter(draft, depth=3).start(treedec.Target(tiny_model()), 2, 100).propose(state)
     expected = [1.0]
     for place in range(3):
-        weights = draft(torch.tensor([text])).logits[0, -1].softmax(-1)
-        if drafting is Drafting.COUPLED:
-            weights = weights / noise[place, 0]
-        text.append(int(weights.argmax()))
-        expected.append(expected[-1] * float(weights.max() / weights.sum()))
+        q = draft(torch.tensor([text])).logits[0, -1].softmax(-1)
+        odds = state.odds(q.expand(2, -1), place + 1)[0]
+        assert torch.equal(odds, q) is (drafting is Drafting.TOP)
+        text.append(int(odds.argmax()))
+        expected.append(expected[-1] * float(odds.max()))
     assert drafted.tree.tokens[0].tolist() == text[-4:]
     torch.testing.assert_close(drafted.scores[0], torch.tensor(expected, dtype=torch.float64))
 

@@ -12,10 +12,10 @@ from treedec import NgramDrafter
 from treedec.drafter import Drafting, DraftState
 
 
-def state(texts, room=8, budget=64):
+def state(texts, room=8, budget=64, drafting=Drafting.TOP):
     rooms = room if isinstance(room, list) else [room] * len(texts)
     return DraftState(
-        texts=texts, hidden=None, features=[None] * len(texts), room=rooms, budget=budget, drafting=Drafting.TOP,
+        texts=texts, hidden=None, features=[None] * len(texts), room=rooms, budget=budget, drafting=drafting,
         shape=None, noise=None, chance=None,
     )  # fmt: skip
 
@@ -68,6 +68,17 @@ def test_the_tree_holds_every_continuation_merged_and_ordered_by_how_often_it_fo
     first, second = 3 / (4 + two), 1 / (4 + two)
     expected = [1, first, first * 2 / (3 + three), second, first * 1 / (3 + three), second * 1 / (1 + three)]
     torch.testing.assert_close(draft.scores[0], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("drafting", [Drafting.COUPLED, Drafting.SAMPLED])
+def test_sampled_text_is_estimated_to_repeat_itself_less(drafting):
+    text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 5, 1, 2]
+    drafter = NgramDrafter(depth=2, shortest=2, longest=2, nodes=16, min_probability=0)
+    draft = drafter.start(None, 1, 1000).propose(state([text], drafting=drafting))
+    assert paths(draft.tree) == [(3,), (3, 5), (3, 4)]
+    two, three = 6 / 2**1.5, 6 / 3**1.5
+    first = 3 / (3 + two)
+    torch.testing.assert_close(draft.scores[0], torch.tensor([1, first, first * 2 / (3 + three), first / (3 + three)]))
 
 
 def test_nodes_that_are_hardly_likely_are_not_added():

@@ -161,6 +161,21 @@ def test_candidates_are_those_that_the_rule_wants(drafting, trimmed):
             assert [tokens[child] for child in follow] == (best if ids is None else ids[best]).tolist()
 
 
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_odds_are_what_a_token_has_of_the_race_at_its_level(trimmed):
+    """Of the race of all drafted tokens: shares in the best few only would promise that one of them wins."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.arange(0, VOCAB, 3) if trimmed else None
+    q = torch.randn(2, 3, VOCAB if ids is None else len(ids), generator=generator).softmax(-1)
+    noise = torch.empty(4, 2, VOCAB).exponential_(generator=generator)
+    assert state_for([[1], [2]], Drafting.TOP).odds(q, 2, ids) is q
+    odds = state_for([[1], [2]], Drafting.COUPLED, noise=lambda level: noise[level]).odds(q, 2, ids)
+    for row in range(2):
+        for node in range(3):
+            race = q[row, node] / noise[2, row, slice(None) if ids is None else ids]
+            torch.testing.assert_close(odds[row, node], 0.8 * race / race.sum())
+
+
 def test_every_round_takes_in_what_was_committed_also_without_room_for_a_tree():
     session = Fixed(DynamicTree(), torch.zeros(2, VOCAB), torch.zeros(2, VOCAB))
     for state in (state_for([[5], None], room=0), state_for([[5], None], budget=1)):
