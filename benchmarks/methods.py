@@ -76,7 +76,7 @@ _NAMED = {kind.value: kind for kind in Kind if kind not in (Kind.DRAFTER, Kind.P
 # Heads that are shipped with treedec for some targets, and those together with n-grams.
 _SHORT = ("medusa", "hydra", "recurrent", "eagle3", "union")
 _WITHOUT_FOLDER = ("ngram", "none")
-# Before the name of a method of treedec's: passes over trees are compiled, those of a draft model, too.
+# Before the name of a method of treedec's: passes over trees are compiled, and what drafts: draft model, EAGLE head.
 COMPILED = "compiled:"
 KNOWN = (*_NAMED, "ngram", *_SHORT, *(PREFIX + name for name in PEERS))
 
@@ -90,7 +90,7 @@ class Method:
         kind: what decodes.
         source: of drafters, what `treedec.load_drafter` takes; of peers, the name without `peer:`.
         nodes: nodes per tree, the root included; None for the method's default.
-        compiled: passes over trees are compiled by torch, those of the target and of a draft model.
+        compiled: passes over trees are compiled by torch, those of the target, of a draft model and of an EAGLE head.
     """
 
     name: str
@@ -493,9 +493,13 @@ def weights_digest(part: object) -> str:
 
     Two drafters have it in common only if they have the same weights; without any, as n-gram look-up, all have.
     """
-    digest = blake2b(digest_size=8)
+    digest, known = blake2b(digest_size=8), set[int]()
     for module in _modules(part):
-        for name, weight in sorted(module.state_dict().items()):
+        weights = sorted(module.state_dict().items())
+        if all(weight.data_ptr() in known for _, weight in weights):
+            continue  # the same once more, within another module
+        known |= {weight.data_ptr() for _, weight in weights}
+        for name, weight in weights:
             digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
             digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

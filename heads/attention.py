@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from treedec.cache import SlotCache
 
-T = TypeVar("T")
+_Output = TypeVar("_Output")
 
 
 class Attention(nn.Module):
@@ -117,18 +117,19 @@ class LayerCache(SlotCache):
         super().__init__(1, batch, capacity + max(chunk, tree), device)
         self._chunk, self._window = chunk, window
 
-    def read(self, counts: list[int], layer: Callable[[slice, Tensor, Tensor], T]) -> T:
+    def read(self, counts: list[int], width: int, layer: Callable[[slice, Tensor, Tensor], _Output]) -> _Output:
         """Read and commit the tokens that come next, padded on the left: one column holds the last one of every row.
 
         Args:
             counts: how many there are in each row, not 0 in all.
-            layer: `layer(columns, positions, mask)` runs the layer over some of the N columns, N being the largest
-                count, with positions `[B, n]` int64 and mask `[B, 1, n, S]` bool.
+            width: N, to how many columns they are padded, at least the largest count.
+            layer: `layer(columns, positions, mask)` runs the layer over some of the N columns, with positions `[B, n]`
+                int64 and mask `[B, 1, n, S]` bool.
 
         Returns:
             What `layer` gave for the last columns; the very last one is of each row's last token, or of padding.
         """
-        width, device = max(counts), self.rows.device
+        device = self.rows.device
         steps = torch.arange(width) - (width - torch.tensor(counts))[:, None]
         positions = (torch.tensor(self.lengths)[:, None] + steps).clamp(min=0)
         for start in range(0, width, self._chunk):

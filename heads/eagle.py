@@ -32,7 +32,6 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
-from treedec.compilation import Compiled
 from treedec.drafter import Drafter, DraftSession, DraftState
 from treedec.growth import DynamicTree
 from treedec.heads.attention import Attention, GroupNorm, LayerCache, RMSNorm
@@ -313,22 +312,12 @@ class EagleDrafter(Drafter):
             else TrimmedHead(model, config.hidden_size, config.vocab_size, self.draft_ids)
         )
         self.step = EagleStep(head, table, lm_head)
-        self._compiled: Compiled | None = None
 
     def start(self, target: Target, batch: int, capacity: int) -> DraftSession:
-        """Open a session; if the target is compiled, its steps are, too (at the first ones, in a quarter of a minute).
-
-        Raises:
-            ValueError: the head does not fit the target.
-        """
         _check_fit(self.head.config, target.model)
         window = self.head.config.sliding_window
         cache = LayerCache(batch, capacity, self.growth.expanded, target.device, window=window)
-        if not target.compiles:
-            return _EagleSession(self, cache, self.step)
-        if self._compiled is None or self._compiled.changes():
-            self._compiled = Compiled(self.step, self.step, target.device)
-        return _EagleSession(self, cache, self._compiled)
+        return _EagleSession(self, cache, target.compiled(self.step))
 
 
 class EagleStep(nn.Module):
@@ -413,21 +402,25 @@ class _EagleSession(SequentialSession):
     Args:
         drafter: the head and what it shares with the target.
         cache: its keys and values, none so far.
-        step: the drafter's step, maybe compiled.
+        step: the drafter's step, or the same compiled.
     """
 
     def __init__(self, drafter: EagleDrafter, cache: LayerCache, step: Callable[..., tuple[Tensor, Tensor]]):
         super().__init__(drafter.growth, drafter.draft_ids)
-        self._head, self._cache, self._step = drafter.head, cache, step
+        self._drafter, self._head, self._cache, self._step = drafter, drafter.head, cache, step
+        # Compiled, a dimension of size 1 would be a kind of its own.
+        self._least = 1 if step is drafter.step else 2
 
     def begin(self, state: DraftState) -> Tensor:
         counts, tokens, features = self._new_pairs(state)
+        # The prompt is read by the plain step: compiled, a cache without any keys would be a kind of its own.
+        step = self._step if any(self._cache.lengths) else self._drafter.step
 
         def layer(columns: slice, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-            return self._step(tokens[:, columns], features[:, columns], positions, mask, self._cache, True)
+            return step(tokens[:, columns], features[:, columns], positions, mask, self._cache, True)
 
         # Of the nodes of the tree, the root first: what to feed back, how deep they are, which other ones they see.
-        self._states, logits = self._cache.read(counts, layer)  # [B, 1 + K, H]
+        self._states, logits = self._cache.read(counts, tokens.shape[1], layer)  # [B, 1 + K, H]
         self._depths = torch.zeros_like(tokens[:, :1])  # [B, 1 + K]
         self._sees = torch.zeros(len(tokens), 1, 0, dtype=torch.bool, device=tokens.device)  # [B, 1 + K, K]
         self._lengths = torch.tensor(self._cache.lengths, device=tokens.device)[:, None]
@@ -435,17 +428,19 @@ class _EagleSession(SequentialSession):
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         places, new, before = 1 + parents, tokens.shape[1], self._sees.shape[2]
+        if new < self._least:
+            tokens, places = tokens.repeat(1, self._least), places.repeat(1, self._least)
         depths = follow(self._depths, places)
-        itself = torch.eye(new, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
         sees = torch.cat([follow(self._sees, places), itself], dim=2)
         positions = self._lengths + depths
         mask = self._cache.mask(positions, sees, keep=before)
         states = follow(self._states, places)
         states, logits = self._step(tokens, states, positions, mask, self._cache, False)
-        self._states = torch.cat([self._states, states], dim=1)
-        self._depths = torch.cat([self._depths, depths + 1], dim=1)
-        self._sees = torch.cat([F.pad(self._sees, (0, new)), sees], dim=1)
-        return logits
+        self._states = torch.cat([self._states, states[:, :new]], dim=1)
+        self._depths = torch.cat([self._depths, depths[:, :new] + 1], dim=1)
+        self._sees = torch.cat([F.pad(self._sees, (0, new)), sees[:, :new, : before + new]], dim=1)
+        return logits[:, :new]
 
     def _new_pairs(self, state: DraftState) -> tuple[list[int], Tensor, Tensor]:
         """The pairs that the last round made known: how many per row; tokens `[B, N]`, features `[B, N, F]`.
@@ -455,7 +450,7 @@ class _EagleSession(SequentialSession):
         lengths = self._cache.lengths
         new = [[] if text is None else text[1 + done :] for text, done in zip(state.texts, lengths, strict=True)]
         counts = [len(row) for row in new]
-        width, weight = max(counts), self._head.fc.weight
+        width, weight = max(*counts, self._least), self._head.fc.weight
         tokens = torch.tensor([[0] * (width - len(row)) + row for row in new], device=weight.device)
         features = weight.new_zeros(len(new), width, self._head.config.feature_size)
         for row, (count, given) in enumerate(zip(counts, state.features, strict=True)):

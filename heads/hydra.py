@@ -280,10 +280,11 @@ class _Prefix:
         for row, new in enumerate(features):
             if new is not None:
                 hidden[row, hidden.shape[1] - len(new) :] = new
-        output = self._cache.read(
-            counts, lambda columns, positions, mask: self._layer(hidden[:, columns], positions, mask, self._cache)
-        )
-        return output[:, -1]
+
+        def layer(columns: slice, positions: Tensor, mask: Tensor) -> Tensor:
+            return self._layer(hidden[:, columns], positions, mask, self._cache)
+
+        return self._cache.read(counts, hidden.shape[1], layer)[:, -1]
 
 
 class _HydraSession(SequentialSession):

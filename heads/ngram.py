@@ -11,7 +11,7 @@ import heapq
 
 import torch
 
-from treedec.drafter import Draft, Drafter, Drafting, DraftSession, DraftState
+from treedec.drafter import Draft, Drafter, DraftSession, DraftState
 from treedec.target import Target
 from treedec.tree import TokenTree
 
@@ -89,7 +89,7 @@ class _NgramSession(DraftSession):
 
     def propose(self, state: DraftState) -> Draft:
         rows: list[tuple[list[int], list[int], list[float]]] = []
-        prior = _GREEDY_PRIOR if state.drafting is Drafting.TOP else _SAMPLED_PRIOR
+        prior = _SAMPLED_PRIOR if state.samples else _GREEDY_PRIOR
         for text, index, room in zip(state.texts, self._indexes, state.room, strict=True):
             rows.append(([], [], []) if text is None else self._grow(text, index, room, state.budget, prior))
         tree = TokenTree.from_rows([(tokens, parents) for tokens, parents, _ in rows])

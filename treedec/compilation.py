@@ -17,12 +17,14 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters")  # where peft's layers keep
 class Compiled:
     """A function that reads a module, compiled.
 
-    It is compiled when first called, and again for inputs of another kind (a dimension of size 1, another dtype).
+    It is compiled when first called, and again for inputs of another kind: another dtype or flag, or a dimension of
+    size 1 where it was larger, or the reverse.
 
     Args:
         function: to compile; `module` and what hangs on it are the only weights it reads.
         module: what it takes for unchanged.
-        device: where the module is. On the CPU its weights are packed for oneDNN, which takes their memory once more.
+        device: where the module is. On the CPU its weights are packed for oneDNN, which takes their memory once more
+            for every kind of inputs.
         changes_itself: buffers and values of the module may change while it runs; they are then no constants.
         hooked: a part of the module whose hooks come and go.
     """
@@ -43,7 +45,7 @@ class Compiled:
         # asked once a text, in 2.6 ms. A module that changes itself keeps its guards, and so do all before torch 2.8.
         unguarded = getattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe", None)
         options = None if unguarded is None or changes_itself else {"guard_filter_fn": unguarded}
-        # Else all that is compiled of one function counts against a limit of 8, after which it runs as it is.
+        # Else what is compiled of the same function for other modules counts against the limit on recompilations.
         apart: dict[str, Any] = (
             {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
         )
@@ -59,9 +61,14 @@ class Compiled:
         if hasattr(config.cpp, "enable_concat_linear"):
             settings["cpp.enable_concat_linear"] = self._frozen
         self._settings = config.patch(settings)
+        # Beyond the limit inputs of a new kind run as if nothing had been compiled, with no more than a warning.
+        self._limit = torch._dynamo.config.patch(recompile_limit=64)
+        # Sizes that happen to be equal in the first call (keys and the width of a head: 64) are not the same size.
+        shapes = importlib.import_module("torch.fx.experimental._config")
+        self._shapes = shapes.patch(use_duck_shape=False)
 
     def __call__(self, *arguments: Any) -> Any:
-        with torch.no_grad(), self._settings:
+        with torch.no_grad(), self._settings, self._limit, self._shapes:
             return self._run(*arguments)
 
     def changes(self) -> list[str]:

@@ -237,6 +237,7 @@ class Decoder:
             shape=self._shape,
             noise=self._noise_below_roots,
             chance=self.chance,
+            samples=self.rule.samples,
         )
 
     def _new_features(self) -> list[Tensor | None]:

@@ -92,7 +92,7 @@ def run(
     prompts = {name: encode_chat(tokenizer, text).to(device) for name, text in PROMPTS.items()}
     first = next(iter(prompts.values()))
     for mode in MODES:
-        compare(target, first, drafts, "warm-up", mode, 8, seed)
+        compare(target, first, drafts, "warm-up", mode, 32 if compile else 8, seed)
 
     dtype_name = str(model.dtype).removeprefix("torch.")
     threads = torch.get_num_threads()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,11 +103,12 @@ class Target:
 
     Args:
         model: any decoder-only `PreTrainedModel` with an LM head whose layers are full or sliding attention.
-        compile: verify trees with a `torch.compile`d copy of the forward pass (minutes of compilation at first). Keep
-            the `Target` and hand it to `generate` in place of the model, or every call compiles anew. The copy is of
-            the model as it is now: if weights, adapters or hooks change, it is refused at the next text (but a write
-            through `.data` shows nowhere). On the CPU it also packs the weights for oneDNN, which takes their memory
-            once more.
+        compile: verify trees with a `torch.compile`d copy of the forward pass, and draft with compiled steps of EAGLE
+            heads (minutes of compilation at first). Keep the `Target` and hand it to `generate` in place of the model,
+            or every call compiles anew. The copy is of the model as it is now: if weights, adapters or hooks change, it
+            is refused at the next text (but a write through `.data` shows nowhere). On the CPU it also packs the
+            weights for oneDNN, which takes their memory once more, and again if both single rows and batches are
+            decoded.
 
     Raises:
         UnsupportedModel: what `treedec.limits.check_configuration` refuses; with `compile`, a head path that cannot be
@@ -130,6 +131,7 @@ class Target:
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
         self._compiled: Compiled | None = None
+        self._compiled_parts: dict[nn.Module, Compiled] = {}
         if compile:
             self._check_head()
             head, rotary = model.get_output_embeddings(), self.rope_switch is not None
@@ -138,11 +140,6 @@ class Target:
     @property
     def device(self) -> torch.device:
         return self.model.device
-
-    @property
-    def compiles(self) -> bool:
-        """Whether passes over trees are compiled."""
-        return self._compiled is not None
 
     @property
     def vocab_size(self) -> int:
@@ -201,6 +198,18 @@ class Target:
     def head(self, hidden: Tensor) -> Tensor:
         """`[…, H]` LM-head inputs to `[…, V]` logits, scaled and soft-capped as in the model's own forward."""
         return finish_logits(self.model.get_output_embeddings()(hidden), self.config)
+
+    def compiled(self, part: nn.Module) -> Callable[..., Any]:
+        """The forward of a part of a drafter, compiled if the passes of this target are; else the part itself.
+
+        What is compiled is kept as long as this target, and made anew if the part has changed since.
+        """
+        if self._compiled is None:
+            return part
+        known = self._compiled_parts.get(part)
+        if known is None or known.changes():
+            known = self._compiled_parts[part] = Compiled(part.forward, part, self.device)
+        return known
 
     def allocate(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache of `capacity` slots for each of `batch` rows.

@@ -213,9 +213,16 @@ def _eagle(config, model):
 
 @pytest.mark.parametrize(
     "config",
-    [_EAGLE, replace(_EAGLE_3, own_lm_head=False, sliding_window=6), replace(_EAGLE_3, own_embeddings=True)],
+    [
+        _EAGLE,
+        replace(_EAGLE_3, own_lm_head=False, sliding_window=6),
+        # 64 is also how long the mask is at first, and 2, the number of key-value heads, how many tokens may be read
+        # at once.
+        replace(_EAGLE_3, own_embeddings=True, head_dim=64),
+    ],
     ids=["eagle", "eagle3-shared-window", "eagle3-own"],
 )
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 def test_compiled_steps_of_an_eagle_head_draft_the_same_trees(config):
     """One prompt, several of different lengths, again after a change of the head, and of two heads of one shape."""
     model, (ids, mask) = fresh_model(), ragged_prompts()
@@ -229,7 +236,7 @@ def test_compiled_steps_of_an_eagle_head_draft_the_same_trees(config):
             texts = {}
             for target in (plain, compiled):
                 drafter.trees.clear()
-                single = treedec.generate(target, prompts(), drafter, max_new_tokens=16, do_sample=False)
+                single = treedec.generate(target, prompts(), drafter, max_new_tokens=80, do_sample=False)
                 batch = treedec.generate(
                     target, ids, drafter, attention_mask=mask, max_new_tokens=8, do_sample=True, seed=3
                 )
@@ -237,6 +244,9 @@ def test_compiled_steps_of_an_eagle_head_draft_the_same_trees(config):
             assert texts[plain] == texts[compiled]
             assert any(len(parents[0]) > 4 for _, parents in drafter.trees)
     assert not torch._dynamo.utils.counters["graph_break"]
+    # One row or several: of the target's pass; and of the steps of two heads before and after, from true features or
+    # from what was fed back.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * (1 + 2 * 2 * 2)
     assert _trees_of(drafters[0], plain) != _trees_of(drafters[1], plain)
 
 

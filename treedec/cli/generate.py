@@ -77,9 +77,9 @@ def generate(
     engine = treedec.Target(model, compile=compile)
     arguments: dict[str, Any] = {"acceptance": rule, "do_sample": temperature > 0}
     arguments.update((key, value) for key, value in sampling.items() if value is not None)
-    if compile:  # at the first pass, which is not to be timed; the same seed makes the same first trees
+    if compile:  # in the first rounds, which are not to be timed; the same seed makes the same first trees
         torch.manual_seed(seed)
-        treedec.generate(engine, ids, drafts, max_new_tokens=min(8, max_new_tokens), **arguments)
+        treedec.generate(engine, ids, drafts, max_new_tokens=min(32, max_new_tokens), **arguments)
     torch.manual_seed(seed)
     started = time.perf_counter()
     blocks = treedec.stream(engine, ids, drafts, max_new_tokens=max_new_tokens, **arguments)

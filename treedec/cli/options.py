@@ -30,7 +30,7 @@ DeviceOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the target; 'auto' is that of its stored weights.")]
-CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the target's passes first (takes minutes).")]
+CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the passes first (takes minutes).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="End standard output with one JSON object.")]
 
 
