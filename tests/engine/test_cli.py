@@ -142,7 +142,7 @@ def test_prompt_from_standard_input(run, folder, monkeypatch, piped, prompt):
 
 @pytest.mark.parametrize("sampling", [[], ["--temperature", 1.3, "--seed", 5]])
 def test_compilation_comes_before_the_clock(run, folder, monkeypatch, sampling):
-    command = ["generate", "abc abc", "--target", folder, "--max-new-tokens", 20, "--json", *sampling]
+    command = ["generate", "abc abc", "--target", folder, "--max-new-tokens", 40, "--json", *sampling]
     plain = json.loads(run(*command)[1])
     events = []
     target, generate = treedec.Target, treedec.generate
@@ -164,7 +164,7 @@ def test_compilation_comes_before_the_clock(run, folder, monkeypatch, sampling):
     monkeypatch.setattr(generate_command, "time", SimpleNamespace(perf_counter=clock))
     code, out, _ = run(*command, "--compile")
     assert code == 0
-    assert events == [("ngram", 8), "clock", "clock"]
+    assert events == [("ngram", 32), "clock", "clock"]
     assert json.loads(out)["text"] == plain["text"]
 
 
