@@ -182,6 +182,13 @@ def test_drafters_choose_their_top_candidates_where_a_rule_would_have_drawn_ones
         tiny_model(), prompts(), UnionDrafter(drafter), acceptance=rule, do_sample=True, max_new_tokens=4, seed=0
     )
     assert drafter.states[0].drafting is (Drafting.COUPLED if rule == "coupled" else Drafting.TOP)
+    assert drafter.states[0].samples
+
+
+def test_drafters_are_told_that_nothing_is_sampled():
+    drafter = Fixed([(1,)])
+    treedec.generate(tiny_model(), prompts(), UnionDrafter(drafter), do_sample=False, max_new_tokens=4)
+    assert drafter.states[0].drafting is Drafting.TOP and not drafter.states[0].samples
 
 
 def test_drawn_candidates_are_refused():
