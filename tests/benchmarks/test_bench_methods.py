@@ -26,7 +26,9 @@ from treedec.benchmarks.methods import (
 )
 from treedec.benchmarks.results import Condition
 from treedec.drafter import Outcome
+from treedec.growth import DynamicTree
 from treedec.heads import DraftModelDrafter, NgramDrafter, UnionDrafter
+from treedec.heads.eagle import EagleConfig, EagleDrafter, EagleHead
 from treedec.tree import TokenTree
 
 NEW = 24
@@ -87,6 +89,19 @@ def test_weights_are_told_apart_wherever_they_are(pair):
     changed = copy.deepcopy(draft)
     next(changed.parameters())[0, 0] += 0.5
     assert weights_digest(changed) != digests[1] == weights_digest(copy.deepcopy(draft))
+
+
+def test_weights_that_another_module_holds_once_more_count_once():
+    model = fresh_model()
+    width = model.config.hidden_size
+    shape = EagleConfig(
+        hidden_size=width, vocab_size=model.config.vocab_size, draft_vocab_size=20, target_hidden_size=width,
+        intermediate_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, version=3, features=(1,),
+    )  # fmt: skip
+    head = EagleHead(shape).double()
+    drafter = EagleDrafter(head, model, DynamicTree())
+    assert drafter.step.head is head
+    assert weights_digest(drafter) == weights_digest(head) != weights_digest(None)
 
 
 class TestNames:
