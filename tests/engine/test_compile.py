@@ -10,6 +10,7 @@ from kit import DECODING, VOCAB, fresh_model, hooks, prompts, ragged_prompts, re
 import treedec
 from treedec import Target, UnsupportedModel
 from treedec.growth import DynamicTree
+from treedec.heads.attention import LayerCache
 from treedec.heads.eagle import EagleConfig, EagleDrafter, EagleHead
 
 pytestmark = pytest.mark.slow
@@ -205,7 +206,7 @@ class _Spied(EagleDrafter):
 def _eagle(config, model):
     torch.manual_seed(0)
     head = EagleHead(config, torch.arange(0, VOCAB, VOCAB // config.draft_vocab_size)[: config.draft_vocab_size])
-    head = head.double().requires_grad_(False)
+    head = head.to(model.dtype).requires_grad_(False)
     drafter = _Spied(head, model, DynamicTree(depth=4, nodes=12, width=3, min_probability=0.0, min_reach=0.0))
     drafter.trees = []
     return drafter
@@ -248,6 +249,28 @@ def test_compiled_steps_of_an_eagle_head_draft_the_same_trees(config):
     # from what was fed back.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * (1 + 2 * 2 * 2)
     assert _trees_of(drafters[0], plain) != _trees_of(drafters[1], plain)
+
+
+def test_a_head_that_has_changed_is_compiled_anew():
+    """In float32 its weights are packed, so that those of before would still be there."""
+    model = fresh_model().float()
+    drafter, target = _eagle(_EAGLE_3, model), Target(model, compile=True)
+    known, drafted = prompts(length=6).split([4, 2], dim=1)
+    features = torch.randn(1, 4, 96, generator=torch.Generator().manual_seed(0))
+    logits = []
+    for change in (False, True):
+        if change:
+            drafter.head.layer.self_attn.o_proj.weight.neg_()
+        for step in (drafter.step, target.compiled(drafter.step)):
+            cache = LayerCache(1, 32, 8, target.device)
+            read = functools.partial(drafter.step, known, features, cache=cache, known=True)
+            states, _ = cache.read([4], 4, lambda here, at, mask, read=read: read(positions=at, mask=mask))
+            at = torch.full((1, 2), 4)
+            mask = cache.mask(at, torch.eye(2, dtype=torch.bool)[None])
+            logits.append(step(drafted, states.repeat(1, 2, 1), at, mask, cache, False)[1])
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[2], logits[3], atol=1e-4, rtol=1e-4)
+    assert (logits[1] - logits[3]).abs().max() > 0.01
 
 
 def _trees_of(drafter, target):
