@@ -6,8 +6,7 @@ model or drafter: they are wrapped, and the wrappers are what the loop sees.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,28 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria
 
 from treedec.cache import SlotCache
+from treedec.costs import Clock
 from treedec.drafter import Draft, Drafter, DraftSession, DraftState, Outcome
 from treedec.target import Target, Verified
 from treedec.tree import TokenTree
-
-
-class Clock:
-    """Seconds, read when the device has done all that it was given.
-
-    Args:
-        device: the target's.
-        counter: what to read; tests give one of their own.
-    """
-
-    def __init__(self, device: torch.device, counter: Callable[[], float] = time.perf_counter):
-        self._device, self._counter = device, counter
-
-    def read(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        elif self._device.type == "mps":
-            torch.mps.synchronize()
-        return self._counter()
 
 
 class PassWatch(StoppingCriteria):

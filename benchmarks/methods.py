@@ -30,11 +30,12 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 
 import treedec
 from treedec.acceptance import acceptance_rule
-from treedec.benchmarks.clock import Clock, Meter, MeteredDrafter, MeteredTarget, PassWatch, accepted_places
+from treedec.benchmarks.clock import Meter, MeteredDrafter, MeteredTarget, PassWatch, accepted_places
 from treedec.benchmarks.peers.names import PEERS, PEERS_FOLDER, PREFIX
 from treedec.benchmarks.peers.pool import Peers
 from treedec.benchmarks.prompts import Prompt
 from treedec.benchmarks.results import Condition
+from treedec.costs import Clock
 from treedec.drafter import Drafter
 from treedec.heads import DraftModelDrafter, shipped_folder
 from treedec.models import DEMO, encode_chat

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from treedec.benchmarks.statistics import Estimate, Summary, is_slower
-from treedec.benchmarks.theory import CostCurve, tree_nodes
+from treedec.benchmarks.theory import tree_nodes
+from treedec.costs import CostCurve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

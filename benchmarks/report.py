@@ -30,7 +30,8 @@ from treedec.benchmarks.methods import COMPILED, REFERENCE
 from treedec.benchmarks.plots import SOFTWARE, draw
 from treedec.benchmarks.results import Condition, Result
 from treedec.benchmarks.statistics import Estimate, Figures, Summary
-from treedec.benchmarks.theory import RULES, CostCurve, condition_nodes, predictions
+from treedec.benchmarks.theory import RULES, condition_nodes, predictions
+from treedec.costs import CostCurve
 from treedec.models import Fingerprint
 
 REPORT = "report.md"

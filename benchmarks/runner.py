@@ -16,21 +16,19 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import zip_longest
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from treedec.benchmarks.clock import Clock
 from treedec.benchmarks.counting import BenchmarkDefect, check_counts, counted_tokens, digest
 from treedec.benchmarks.methods import REFERENCE, Batch, Decoded, Engine, Method
 from treedec.benchmarks.prompts import Prompt
 from treedec.benchmarks.results import Condition, Failure, Row, from_json, to_json
+from treedec.costs import Clock, measure_costs
 from treedec.demo import first_difference
 from treedec.stats import DecodingStats
 from treedec.target import Target
-from treedec.tree import TokenTree
 
 COST_NODES = (1, 2, 4, 8, 16, 32, 64)
 _COST_REPEATS = 21
@@ -266,48 +264,24 @@ def cost_curve(
     nodes: Sequence[int] = COST_NODES,
     repeats: int = _COST_REPEATS,
 ) -> dict[str, Any]:
-    """Median seconds of a pass over a tree, by its size; the sizes take turns.
+    """What a pass costs by the size of its tree, see `measure_costs`.
 
     Args:
-        target: runs the passes; nothing is committed.
+        target: runs the passes.
         clock: takes the times.
         text: `[1, L]` ids, repeated or cut.
         context: length of the text before the tree, or what the model has positions for.
-        nodes: sizes of the trees, which are binary.
+        nodes: sizes of the trees.
         repeats: passes per size.
 
     Returns:
         What `Result.costs` holds.
     """
-    largest = max(nodes)
     if target.context_length is not None:
-        context = min(context, target.context_length - largest)
-    if context < 1:
-        raise ValueError(f"the target's context of {target.context_length} tokens has no room for {largest} nodes")
-    ids = text.repeat(1, -(-context // text.shape[1]))[:, :context]
-    cache = target.allocate(1, context + largest)
-    with torch.no_grad():
-        if context > 1:
-            target.prefill(cache, ids[:, :-1])
-        root = int(ids[0, -1])
-        trees = {
-            size: TokenTree.from_rows([([root] * size, [(node - 1) // 2 if node else -1 for node in range(size)])])
-            for size in nodes
-        }
-        seconds: dict[int, list[float]] = {size: [] for size in nodes}
-        for repeat in range(-2, repeats):  # the first two are warm-up
-            for size, tree in trees.items():
-                started = clock.read()
-                target.verify(cache, tree)
-                took = clock.read() - started
-                if repeat >= 0:
-                    seconds[size].append(took)
-    return {
-        "nodes": list(nodes),
-        "seconds": [median(seconds[size]) for size in nodes],
-        "context": context,
-        "compiled": False,
-    }
+        context = min(context, target.context_length - max(nodes))
+    ids = text.repeat(1, -(-max(context, 1) // text.shape[1]))[:, : max(context, 1)]
+    curve = measure_costs(target, ids, nodes, repeats, clock)
+    return {"nodes": list(curve.nodes), "seconds": list(curve.seconds), "context": context, "compiled": False}
 
 
 class Journal:

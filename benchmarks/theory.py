@@ -9,9 +9,8 @@ the passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from treedec.benchmarks.methods import COMPILED
 from treedec.benchmarks.statistics import Summary
 from treedec.bounds import AcceptanceBounds, acceptance_bounds
+from treedec.costs import CostCurve
 
 RULES = {
     "coupled": "coupled (exponential races of p and q with the same noise)",
@@ -46,48 +46,6 @@ class Expected:
     drafts: int
     acceptance: float
     error: float | None
-
-
-@dataclass(frozen=True)
-class CostCurve:
-    """What a pass of the target costs on a machine.
-
-    Attributes:
-        nodes: sizes of trees, rising, the root included.
-        seconds: of one pass over a tree of so many nodes.
-
-    Raises:
-        ValueError: no points, sizes that do not rise from 1 or more, or seconds that are not above 0.
-    """
-
-    nodes: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.nodes or len(self.nodes) != len(self.seconds):
-            raise ValueError(f"costs need as many seconds as nodes, not {len(self.seconds)} and {len(self.nodes)}")
-        if any(a >= b for a, b in zip((0, *self.nodes), self.nodes, strict=False)):
-            raise ValueError(f"costs need rising numbers of nodes from 1 on, not {list(self.nodes)}")
-        if not all(math.isfinite(each) and each > 0 for each in self.seconds):
-            raise ValueError(f"costs need seconds above 0, not {list(self.seconds)}")
-
-    @classmethod
-    def of(cls, costs: Mapping[str, Any]) -> CostCurve:
-        """The curve of the `costs` of a result."""
-        return cls(tuple(costs["nodes"]), tuple(costs["seconds"]))
-
-    def covers(self, nodes: float) -> bool:
-        return self.nodes[0] <= nodes <= self.nodes[-1]
-
-    def at(self, nodes: float) -> float:
-        """Seconds of a pass over a tree of `nodes` nodes, linear between the measured sizes.
-
-        Raises:
-            ValueError: a size outside the measured ones: costs jump where a kernel changes, and no line knows where.
-        """
-        if not self.covers(nodes):
-            raise ValueError(f"{nodes} nodes lie outside the measured {self.nodes[0]} to {self.nodes[-1]}")
-        return float(np.interp(nodes, self.nodes, self.seconds))
 
 
 @dataclass(frozen=True)

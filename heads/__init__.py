@@ -56,9 +56,10 @@ def load_drafter(
             trained heads, treedec's own or in a format that `treedec.heads.formats` reads; or a folder of a small
             causal LM that shares the target's vocabulary. Several, as in `"demo+ngram"`, draft together.
         model: the target; heads are loaded in its dtype, on its device.
-        tree: a growth policy, or the number of nodes per tree, the root included; None for the method's default. Heads
-            whose candidates depend on the path (Hydra, recurrent, EAGLE) take a `DynamicTree`, Medusa's the others; a
-            draft model takes a number only: its trees are chains.
+        tree: a growth policy, or the number of nodes per tree, the root included; None for the method's default, which
+            holds only nodes that pay their costs (`Target.costs`), up to 16. Heads whose candidates depend on the path
+            (Hydra, recurrent, EAGLE) take a `DynamicTree`, Medusa's the others; a draft model takes a number only: its
+            trees are chains.
 
     Raises:
         FileNotFoundError: no such name or folder, or a folder without heads or a model.
@@ -140,8 +141,7 @@ def _growth(stored: Stored, tree: GrowthPolicy | DynamicTree | int | None) -> Gr
         depth, spread = 5 + tree // 16, max(DynamicTree.width, tree // 4)
         return DynamicTree(tree, min(depth, deepest or depth), spread, spread, min_probability=0.0, min_reach=0.0)
     if tree is None:
-        # On two cores, one more node adds 0.4 ms to a pass of the demo target, and a token takes 14 ms: so a
-        # node pays from a probability of 0.03 on. With few sure candidates the tree shrinks, down to its root.
+        # Less never pays on two cores. With few sure candidates the tree shrinks, down to its root.
         return BestFirst(nodes=16, min_probability=0.03)
     return BestFirst(nodes=tree)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from treedec.drafter import Draft, Drafter, DraftSession, DraftState
+from treedec.drafter import Draft, Drafter, DraftSession, DraftState, score_table
 from treedec.growth import GrowthPolicy
 from treedec.heads.sequential import draft_vocabulary
 from treedec.target import Target, finish_logits
@@ -165,8 +165,23 @@ class _MedusaSession(DraftSession):
 
     def propose(self, state: DraftState) -> Draft:
         ids, scores = self._drafter.candidates(state)
+        growth = self._drafter.growth
         rows: list[tuple[list[int], list[int]]] = []
+        values: list[list[float]] = []
         for text, room, row_ids, row_scores in zip(state.texts, state.room, ids, scores, strict=True):
             candidates = list(zip(row_ids, row_scores, strict=True))[:room]
-            rows.append(([], []) if text is None else self._drafter.growth.grow(text[-1], candidates, state.budget))
-        return Draft(TokenTree.from_rows(rows))
+            rows.append(([], []) if text is None else growth.grow(text[-1], candidates, state.budget))
+            values.append(_values(*rows[-1], candidates))
+        draft = Draft(TokenTree.from_rows(rows), scores=score_table(values))
+        return draft.thinned(state.costs) if growth.thins else draft
+
+
+def _values(tokens: list[int], parents: list[int], candidates: list[tuple[list[int], list[float]]]) -> list[float]:
+    """Of every node the product of the scores along its path."""
+    depths, values = [0] * len(tokens), [1.0] * len(tokens)
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent >= 0:
+            depths[node] = depths[parent] + 1
+            ids, scores = candidates[depths[parent]]
+            values[node] = values[parent] * scores[ids.index(token)]
+    return values

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import heapq
 
-import torch
-
-from treedec.drafter import Draft, Drafter, DraftSession, DraftState
+from treedec.drafter import Draft, Drafter, DraftSession, DraftState, score_table
 from treedec.target import Target
 from treedec.tree import TokenTree
 
@@ -48,7 +46,8 @@ class NgramDrafter(Drafter):
         shortest: shortest suffix to trust.
         nodes: nodes per tree, the root included; None for `depth + 1`, those of one chain.
         branches: most children of one node. With 1 the tree is the chain of the best children.
-        min_probability: nodes with lower estimates are not added, see `BestFirst`.
+        min_probability: nodes with lower estimates are not added. 0 for all nodes there is room for; else those that do
+            not pay their costs are left out, too.
 
     Raises:
         ValueError: sizes that are not positive, `shortest` above `longest`, `nodes` below 2, or `min_probability`
@@ -93,10 +92,8 @@ class _NgramSession(DraftSession):
         for text, index, room in zip(state.texts, self._indexes, state.room, strict=True):
             rows.append(([], [], []) if text is None else self._grow(text, index, room, state.budget, prior))
         tree = TokenTree.from_rows([(tokens, parents) for tokens, parents, _ in rows])
-        scores = torch.zeros(tree.tokens.shape, device="cpu")
-        for row, (_, _, row_scores) in enumerate(rows):
-            scores[row, : len(row_scores)] = torch.tensor(row_scores, device="cpu")
-        return Draft(tree, scores=scores)
+        draft = Draft(tree, scores=score_table([scores for _, _, scores in rows]))
+        return draft.thinned(state.costs) if self._drafter.min_probability > 0 else draft
 
     def _grow(
         self, text: list[int], index: _Index, room: int, budget: int, prior: tuple[float, float]

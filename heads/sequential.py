@@ -65,7 +65,9 @@ class SequentialSession(DraftSession):
         def expand(level: int, tokens: Tensor, parents: Tensor) -> Scored:
             return self._best(state, level, self.expand(tokens, parents))
 
-        return Draft(self._growth.grow(roots, first, expand, state.room, state.budget))
+        tree, scores = self._growth.grow(roots, first, expand, state.room, state.budget, state.costs)
+        draft = Draft(tree, scores=scores)
+        return draft.thinned(state.costs) if self._growth.thins else draft
 
     def _best(self, state: DraftState, level: int, logits: Tensor) -> Scored:
         """The best candidates at `level` below the root: `[B, n, Vd]` logits to `[B, n, k]` ids and scores."""

@@ -10,20 +10,21 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from treedec.drafter import Draft, Drafter, Drafting, DraftSession, DraftState, Outcome
+from treedec.drafter import Draft, Drafter, Drafting, DraftSession, DraftState, Outcome, score_table
 from treedec.target import Target
 from treedec.tree import TokenTree
+
+_NODES = 16  # at most, where nodes have to pay
 
 
 class UnionDrafter(Drafter):
     """Merges the trees of several drafters and keeps the best nodes.
 
     Two nodes reached by the same tokens are one. Its score is the highest that a drafter gives it (`Draft.scores`), and
-    the tree is grown best first until `nodes` are spent. A drafter without scores is taken to be right about the first
-    child of a node every second time, about the next every fourth, and so on.
+    the tree is grown best first until `nodes` are spent, or nodes do not pay their costs. A drafter without scores is
+    taken to be right about the first child of a node every second time, about the next every fourth, and so on.
 
     Merging drops nodes, which is exact with every rule as long as nothing was drawn at random. So drafters are never
     asked for drawn candidates here: where a rule would have them (`residual`, `traversal`) they choose their top ones.
@@ -35,7 +36,8 @@ class UnionDrafter(Drafter):
 
     Args:
         *drafters: what to merge, at least one; on equal scores the first comes first.
-        nodes: nodes per merged tree, the root included. No drafter is asked for more.
+        nodes: nodes per merged tree, the root included, whether they pay or not; None for 16 at most, of which those
+            that do not are left out. No drafter is asked for more.
 
     Raises:
         ValueError: no drafters; `nodes` below 2; one reads the LM-head input of every token (`features = ()`) and
@@ -44,10 +46,10 @@ class UnionDrafter(Drafter):
         TreeError: while generating, a draft that would be refused alone.
     """
 
-    def __init__(self, *drafters: Drafter, nodes: int = 16):
-        if not drafters or nodes < 2:
+    def __init__(self, *drafters: Drafter, nodes: int | None = None):
+        if not drafters or (nodes is not None and nodes < 2):
             raise ValueError(f"need at least one drafter and nodes >= 2, not {len(drafters)} and {nodes}")
-        self.drafters, self.max_nodes = drafters, nodes
+        self.drafters, self.max_nodes, self.thins = drafters, nodes or _NODES, nodes is None
         self.name = "+".join(drafter.name for drafter in drafters)
         self.features = _all_features(drafters)
 
@@ -94,10 +96,8 @@ class _UnionSession(DraftSession):
         scored = [_scores(draft) for draft in drafts]
         rows = [_merge(self._trees, scored, row, budget) for row in range(len(state.texts))]
         tree = TokenTree.from_rows([(tokens, parents) for tokens, parents, _ in rows])
-        scores = torch.zeros(tree.tokens.shape, device="cpu")
-        for row, (_, _, kept) in enumerate(rows):
-            scores[row, : len(kept)] = torch.tensor(kept, device="cpu")
-        return Draft(tree, scores=scores)
+        draft = Draft(tree, scores=score_table([scores for _, _, scores in rows]))
+        return draft.thinned(state.costs) if self._drafter.thins else draft
 
     def observe(self, outcome: Outcome) -> None:
         # The last committed token follows the path: its states are not the drafter's to keep, it is the next root.

@@ -280,6 +280,13 @@ def decoder(
     return Decoder(Target(model), drafter, rule or Greedy(), request)
 
 
+def costing(model, costs):
+    """A target whose passes are said to cost that."""
+    target = Target(model)
+    target.costs = costs
+    return target
+
+
 def fresh_prefill(model, tokens):
     with torch.no_grad():
         out = model(input_ids=torch.tensor([tokens]), use_cache=True)
@@ -288,11 +295,17 @@ def fresh_prefill(model, tokens):
 
 
 def check_visible_states(model, decoding):
-    """Every committed token but the last, which is the next root, is cached; nothing else is visible."""
-    for row, text in enumerate(decoding.rows.texts):
-        assert decoding.cache.lengths[row] == len(text) - 1 == int(decoding.cache.visible[row].sum())
+    """Every committed token but the last, which is the next root, is cached; nothing else is visible.
+
+    Of rows that had finished before the last round nothing is.
+    """
+    assert decoding.cache.visible.shape[0] == len(decoding.held)
+    for place, row in enumerate(decoding.held):
+        text = decoding.rows.texts[row]
+        assert decoding.places[row] == place
+        assert decoding.cache.lengths[place] == len(text) - 1 == int(decoding.cache.visible[place].sum())
         for layer, (k, v) in enumerate(fresh_prefill(model, text[:-1])):
-            ours_k, ours_v = decoding.cache.visible_states(layer, row)
+            ours_k, ours_v = decoding.cache.visible_states(layer, place)
             torch.testing.assert_close(ours_k, k, atol=1e-11, rtol=0)
             torch.testing.assert_close(ours_v, v, atol=1e-11, rtol=0)
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from treedec.api import stream as stream
     from treedec.bounds import AcceptanceBounds as AcceptanceBounds
     from treedec.bounds import acceptance_bounds as acceptance_bounds
+    from treedec.costs import CostCurve as CostCurve
+    from treedec.costs import measure_costs as measure_costs
     from treedec.decode import Committed as Committed
     from treedec.drafter import Draft as Draft
     from treedec.drafter import Drafter as Drafter
@@ -51,6 +53,7 @@ _HOMES = {
     "AcceptanceRule": "acceptance",
     "BestFirst": "growth",
     "check_model": "probe",
+    "CostCurve": "costs",
     "Committed": "decode",
     "custom_generate": "api",
     "DecodingStats": "stats",
@@ -67,6 +70,7 @@ _HOMES = {
     "HydraDrafter": "heads",
     "load_drafter": "heads",
     "load_target": "models",
+    "measure_costs": "costs",
     "MedusaDrafter": "heads",
     "ModelCheck": "probe",
     "NgramDrafter": "heads",

@@ -76,6 +76,11 @@ class SlotLayer(CacheLayerMixin):
             self.keys = functional.pad(self.keys, (0, 0, 0, slots))
             self.values = functional.pad(self.values, (0, 0, 0, slots))
 
+    def select(self, rows: list[int]) -> None:
+        """Keep the buffers of some rows only."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._books.high_water, 0
 
@@ -209,6 +214,17 @@ class SlotCache(Cache):
             states = cast(SlotLayer, layer)
             states.keys[self.rows, :, self.slots] = 0
             states.values[self.rows, :, self.slots] = 0
+
+    def select(self, rows: list[int]) -> None:
+        """Keep some rows only, in that order, which copies their keys and values; between two passes.
+
+        Of the nodes that a pass kept in flight nothing is known afterwards.
+        """
+        for layer in self.layers:
+            cast(SlotLayer, layer).select(rows)
+        self.visible, self.positions = self.visible[rows], self.positions[rows]
+        self.lengths = [self.lengths[row] for row in rows]
+        self._books.rows = self._books.rows[: len(rows)]
 
     def rollback(self, lengths: list[int]) -> None:
         """Hide committed tokens at positions `>= lengths[b]` (for drafters that drafted past what was accepted)."""

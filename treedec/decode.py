@@ -144,6 +144,8 @@ class Decoder:
         self.history: tuple[Tensor, ...] = ()  # `[B, V]` scores of every step, for criteria that get the whole batch
         capacity = request.max_length + drafter.max_nodes
         self.cache: SlotCache = target.allocate(batch, capacity)
+        self.held = list(range(batch))  # rows of the batch that the cache holds and passes compute
+        self.places = list(range(batch))  # where each row is among them; of a row that is not, any
         with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
             # A drafter that begins with random numbers must not shift those of the text.
             self.session = drafter.start(target, batch, capacity)
@@ -160,6 +162,7 @@ class Decoder:
         while not all(self.rows.finished):
             if self.noise is not None:
                 self.noise.follow()
+            self._drop_finished()
             if self._restarts():
                 self.cache = self.target.allocate(1, self.cache.capacity)
                 text = torch.tensor([self.rows.texts[0]], device=self.target.device)
@@ -171,16 +174,16 @@ class Decoder:
             draft.validate(self.target.vocab_size, state.room)
             texts, finished = self.rows.texts, self.rows.finished
             draft.tree.check_roots([None if done else text[-1] for text, done in zip(texts, finished, strict=True)])
-            verified = self.target.verify(self.cache, draft.tree, self.layers)
+            verified = self._verify(draft)
             if draft.tree.width > 1 and draft.probabilities is None and not bool(verified.hidden.isfinite().all()):
                 # A drafted token that overflows would spoil its whole row, and later passes too: a masked value still
                 # takes part in `0 · value`. Dropping a tree that was drawn for what it holds would bias the others.
                 self.cache.erase()
                 draft = Draft(self._roots())
-                verified = self.target.verify(self.cache, draft.tree, self.layers)
+                verified = self._verify(draft)
             accepted = self._accept(draft, verified)
             last = [0 if path is None else path.nodes[-1] for path in accepted]
-            hidden = verified.hidden[list(range(len(accepted))), last]
+            hidden = verified.hidden[self.places, last]
             yield self._commit(draft, verified, accepted)
 
     def _read(self, ids: Tensor, attention_mask: Tensor | None, known: int = 0) -> tuple[Tensor, Committed]:
@@ -195,6 +198,21 @@ class Decoder:
                 self.features[row].append(verified.features[row, known:][columns])
         draft = Draft(self._roots())
         return verified.hidden[:, -1], self._commit(draft, verified, self._accept(draft, verified), cached=True)
+
+    def _drop_finished(self) -> None:
+        """Give up the keys and values of rows that have finished, which passes would compute on."""
+        finished = self.rows.finished
+        going_first = sorted(self.held, key=lambda row: finished[row])
+        count = max(sum(not finished[row] for row in self.held), self.target.least_rows)
+        if count < len(self.held):
+            held = sorted(going_first[:count])
+            self.cache.select([self.places[row] for row in held])
+            self.held = held
+            self.places = [held.index(row) if row in held else 0 for row in range(len(self.places))]
+
+    def _verify(self, draft: Draft) -> Verified:
+        """The trees of the rows that the cache holds."""
+        return self.target.verify(self.cache, draft.tree.select(self.held), self.layers)
 
     def _roots(self) -> TokenTree:
         return TokenTree.chains(
@@ -238,6 +256,7 @@ class Decoder:
             noise=self._noise_below_roots,
             chance=self.chance,
             samples=self.rule.samples,
+            costs=self.target.costs,
         )
 
     def _new_features(self) -> list[Tensor | None]:
@@ -264,7 +283,7 @@ class Decoder:
     def _accept(self, draft: Draft, verified: Verified) -> list[Accepted | None]:
         self.scores = [{} for _ in self.rows.finished]
         going = [row for row, done in enumerate(self.rows.finished) if not done]
-        views = [self._view(row, draft, verified.logits[row]) for row in going]
+        views = [self._view(row, draft, verified.logits[self.places[row]]) for row in going]
         try:
             if self.request.together and isinstance(self.rule, Walk):
                 step = Lockstep(self, going, verified.logits)
@@ -335,8 +354,8 @@ class Decoder:
             if verified.features is not None:
                 for row, path in enumerate(accepted):
                     if path is not None:
-                        self.features[row].append(verified.features[row, path.nodes])
-            self.cache.commit(kept)
+                        self.features[row].append(verified.features[self.places[row], path.nodes])
+            self.cache.commit(kept[self.held])
             self.session.observe(Outcome([[] if path is None else path.nodes for path in accepted], tokens))
         if self.noise is not None:
             going = [length for length, done in zip(rows.lengths, rows.finished, strict=True) if not done]
@@ -354,7 +373,7 @@ class Decoder:
             scores=[[self.scores[row][node] for node in path] for row, path in enumerate(nodes)]
             if keep_scores
             else None,
-            logits=[list(verified.logits[row, path].float()) for row, path in enumerate(nodes)]
+            logits=[list(verified.logits[self.places[row], path].float()) for row, path in enumerate(nodes)]
             if keep_logits
             else None,
         )

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from treedec.chance import Chance
+from treedec.costs import TYPICAL, CostCurve
 from treedec.target import Target
 from treedec.tree import TokenTree, TreeError
 
@@ -61,6 +63,7 @@ class DraftState:
             `Drafting.COUPLED`. Rows that are ahead of others see their own positions.
         chance: random decisions for `Drafting.SAMPLED`.
         samples: the rule samples; how it wants candidates chosen says nothing about that.
+        costs: what a pass of the target costs by its size.
     """
 
     texts: list[list[int] | None]
@@ -73,6 +76,7 @@ class DraftState:
     noise: Callable[[int], Tensor]
     chance: Chance
     samples: bool = False
+    costs: CostCurve = TYPICAL
 
     def odds(self, probabilities: Tensor, level: int, draft_ids: Tensor | None = None) -> Tensor:
         """Estimates that the target picks each token; the candidates that the rule wants have the largest ones.
@@ -104,14 +108,24 @@ class Draft:
         drawn: `[B, N]` bool, only with `probabilities`: which nodes were drawn from their parent's distribution. The
             others were chosen deterministically, whatever was drawn. None: all were drawn.
         scores: `[B, N]` float, CPU: the drafter's estimate that a node is accepted, which is that of its parent times
-            the probability of its token there; 1 for the root, anything for padding. No rule reads them: they are for
-            drafters made of drafters, which give the more promising nodes the room (`treedec.heads.union`).
+            the probability of its token there; 1 for the root, anything for padding. No rule reads them: drafters made
+            of drafters give the more promising nodes the room (`treedec.heads.union`), and see `thinned`.
     """
 
     tree: TokenTree
     probabilities: Tensor | None = None
     drawn: Tensor | None = None
     scores: Tensor | None = None
+
+    def thinned(self, costs: CostCurve) -> Draft:
+        """The same without the nodes that do not pay their costs, see `CostCurve.width`.
+
+        The trees must have been grown best first: with scores, which fall along each row, and nothing drawn at random.
+        """
+        assert self.scores is not None and self.probabilities is None
+        used = torch.arange(self.tree.width, device="cpu") < self.tree.counts[:, None]
+        width = costs.width(self.scores * used)
+        return replace(self, tree=self.tree.cut(width), scores=self.scores[:, :width])
 
     def validate(self, vocab_size: int, room: Sequence[int]) -> None:
         """Raise `TreeError` unless the tree is one (`TokenTree.validate`), its probabilities could be some, and there
@@ -156,6 +170,14 @@ class Children:
     tokens: list[int]
     drawn: int
     probabilities: Tensor | None
+
+
+def score_table(rows: Sequence[Sequence[float]]) -> Tensor:
+    """`[B, N]` `Draft.scores` from those of each row, as `TokenTree.from_rows` pads them."""
+    scores = torch.zeros(len(rows), max(1, *map(len, rows)), device="cpu")
+    for row, values in enumerate(rows):
+        scores[row, : len(values)] = torch.tensor(values, device="cpu")
+    return scores
 
 
 def draw_children(q: Tensor, width: int, scheme: str, chance: Chance) -> Children:

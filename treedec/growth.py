@@ -14,7 +14,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from treedec.costs import TYPICAL, CostCurve
 from treedec.tree import TokenTree, TreeError
 
 #: Candidates per depth, best first: `(token ids, scores)`, the score being the drafter's estimate that the target,
@@ -43,6 +45,11 @@ class GrowthPolicy(Protocol):
         """Largest number of nodes of a tree, the root included."""
         ...
 
+    @property
+    def thins(self) -> bool:
+        """Whether nodes that do not pay their costs may be left out, which takes trees that were grown best first."""
+        ...
+
     def grow(self, root: int, candidates: Candidates, limit: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of a tree of at most `limit` nodes, the root included."""
         ...
@@ -58,8 +65,8 @@ class BestFirst:
 
     Attributes:
         nodes: nodes per tree, the root included.
-        min_probability: nodes below this probability are not added. A node is worth drafting while its probability
-            times the cost of an average token exceeds what one more node adds to a target pass.
+        min_probability: nodes below this probability are not added. 0 for trees as large as they can be; else the
+            drafter also leaves out the nodes that do not pay their costs (`Draft.thinned`).
         branching: candidates per depth.
         depth: deepest level, None for no limit.
     """
@@ -74,6 +81,10 @@ class BestFirst:
             raise ValueError(f"nodes, branching and depth must be at least 1: {self}")
         if not 0 <= self.min_probability <= 1:
             raise ValueError(f"min_probability must lie in [0, 1], not {self.min_probability}")
+
+    @property
+    def thins(self) -> bool:
+        return self.min_probability > 0
 
     def grow(self, root: int, candidates: Candidates, limit: int) -> tuple[list[int], list[int]]:
         tokens, parents = [root], [-1]
@@ -147,6 +158,10 @@ class StaticTree:
     def nodes(self) -> int:
         return 1 + len(self.choices)
 
+    @property
+    def thins(self) -> bool:
+        return False
+
     def grow(self, root: int, candidates: Candidates, limit: int) -> tuple[list[int], list[int]]:
         tokens, parents, place = [root], [-1], {0: 0}
         for node, (path, parent) in enumerate(zip(self.choices, self._parents, strict=True), 1):
@@ -174,9 +189,9 @@ class DynamicTree:
         width: nodes expanded per level.
         branching: candidates that follow one node.
         min_probability: nodes worth less than this are not added, see `BestFirst`; those worth nothing never are.
-        min_reach: another level is drafted only if the nodes that it would follow are together worth this much, in one
-            row at least. On two cores a level of the demo target's EAGLE-3 head takes 1.6 ms (compiled 1.0) and a token
-            9 (compiled).
+        min_reach: another level is drafted only if the nodes that it would follow are together worth this much, in the
+            mean of the rows, and beyond that what makes its nodes pay (`CostCurve.least_score`). On two cores a level
+            of the demo target's EAGLE-3 head takes 1.6 ms (compiled 1.0) and a token 9 (compiled).
     """
 
     nodes: int = 16
@@ -194,6 +209,10 @@ class DynamicTree:
                 raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
 
     @property
+    def thins(self) -> bool:
+        return self.min_probability > 0
+
+    @property
     def expanded(self) -> int:
         """Most nodes of one tree that the drafter is asked about, the root aside."""
         return (self.depth - 1) * self.width
@@ -205,8 +224,9 @@ class DynamicTree:
         expand: Callable[[int, Tensor, Tensor], Scored],
         room: Sequence[int],
         limit: int,
-    ) -> TokenTree:
-        """A tree for every row.
+        costs: CostCurve = TYPICAL,
+    ) -> tuple[TokenTree, Tensor]:
+        """A tree for every row, and the value of each node, `[B, N]` on the CPU, which falls along each row.
 
         Args:
             roots: per row the root's token, None for a finished row, whose tree is empty.
@@ -216,10 +236,14 @@ class DynamicTree:
                 n]` int64; place −1 is the root. Rows with fewer nodes worth expanding are padded with others.
             room: deepest level per row.
             limit: most nodes per row, the root included.
+            costs: of passes; in a batch more has to be expected of a level.
         """
         budget, levels = min(limit, self.nodes) - 1, min(self.depth, max(room))
         if budget < 1 or levels < 1:
-            return TokenTree.chains([[] if root is None else [root] for root in roots])
+            tree = TokenTree.chains([[] if root is None else [root] for root in roots])
+            return tree, torch.ones(tree.tokens.shape, device="cpu")
+        going = sum(root is not None for root in roots)
+        least = costs.least_score(going) if self.thins else 0.0
         ids, scores = first
         tokens, values = ids[:, 0, :0], scores[:, 0, :0]  # [B, C] all candidates so far, level by level
         parents = expanded = tokens  # [B, C] places of their parents; [B, E] which candidates have been expanded
@@ -236,10 +260,10 @@ class DynamicTree:
             reached, index = new_values.topk(min(self.width, new_values.shape[1]))  # sorted, best first
             # What follows a node is worth no more than the node, and of equals the earlier candidate is taken.
             last = values.topk(budget).values[:, -1:] if values.shape[1] >= budget else 0
-            pays = self._worth_adding(reached) & (reached > last)
+            pays = self._worth_adding(reached) & (reached >= least) & (reached > last)
             # One question to the device, not two.
-            wide, reach = torch.stack([pays.sum(1).to(reached.dtype), (reached * pays).sum(1)]).amax(1).tolist()
-            if wide == 0 or reach < self.min_reach:
+            wide, reach = torch.stack([pays.sum(1).amax().to(reached.dtype), (reached * pays).sum()]).tolist()
+            if wide == 0 or reach < (self.min_reach + least) * going:
                 break
             wide = int(wide)
             reached, index = reached[:, :wide], index[:, :wide]
@@ -256,7 +280,7 @@ class DynamicTree:
         parents: Tensor,
         expanded: Tensor,
         budget: int,
-    ) -> TokenTree:
+    ) -> tuple[TokenTree, Tensor]:
         """The trees of the candidates worth most, see `grow` for the tensors.
 
         They are connected: values never rise along a path, and since the sort is stable, an ancestor of the same value
@@ -268,12 +292,17 @@ class DynamicTree:
         node = torch.cat([torch.zeros_like(node[:, :1]), node.gather(1, expanded)], 1)  # [B, 1 + E] of each place + 1
         chosen = order[:, :budget]
         counts = self._worth_adding(values[:, :budget]).sum(1, keepdim=True)
-        table = torch.cat([counts, tokens.gather(1, chosen), node.gather(1, 1 + parents.gather(1, chosen))], 1)
+        bits = values[:, :budget].float().view(torch.int32)  # as integers, so that one copy brings all to the CPU
+        above = node.gather(1, 1 + parents.gather(1, chosen))
+        table = torch.cat([counts, tokens.gather(1, chosen), above, bits], 1).cpu()
+        size = chosen.shape[1]
         rows: list[tuple[list[int], list[int]]] = []
-        for root, (count, *both) in zip(roots, table.tolist(), strict=True):
-            row_tokens, row_parents = both[:count], both[chosen.shape[1] :][:count]
+        for root, (count, *both) in zip(roots, table[:, : 1 + 2 * size].tolist(), strict=True):
+            row_tokens, row_parents = both[:count], both[size:][:count]
             rows.append(([], []) if root is None else ([root, *row_tokens], [-1, *row_parents]))
-        return TokenTree.from_rows(rows)
+        tree = TokenTree.from_rows(rows)
+        scores = F.pad(table[:, 1 + 2 * size :].int().view(torch.float32), (1, 0), value=1.0)
+        return tree, scores[:, : tree.width]
 
     def _worth_adding(self, values: Tensor) -> Tensor:
         return (values >= self.min_probability) & (values > 0)

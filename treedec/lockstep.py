@@ -22,7 +22,7 @@ class Lockstep:
     Args:
         decoder: whose rows they are; all unfinished ones have the same length.
         going: the unfinished rows.
-        logits: `[B, N, V]` of the verified trees.
+        logits: `[B', N, V]` of the verified trees, of the rows that the decoder holds.
     """
 
     def __init__(self, decoder: Decoder, going: list[int], logits: Tensor):
@@ -33,9 +33,9 @@ class Lockstep:
     def scores_after(self, paths: list[list[int]]) -> list[Tensor]:
         step = self._length - self._decoder.prompt_length
         nodes = {row: path[-1] for row, path in zip(self._going, paths, strict=True) if not self._ended(row)}
-        scores = self._logits.new_zeros(self._logits.shape[0], self._logits.shape[2], dtype=torch.float32)
+        scores = self._logits.new_zeros(len(self._rows.lengths), self._logits.shape[2], dtype=torch.float32)
         for row, node in nodes.items():
-            scores[row] = self._logits[row, node].float()
+            scores[row] = self._logits[self._decoder.places[row], node].float()
         suspects = [row for row in nodes if not all_finite(scores[row])]
         with self._random_numbers():
             scores = processed(self._request.processors[0], self._rows.ids[:, : self._length].clone(), scores)

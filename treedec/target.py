@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from treedec.cache import SlotCache
 from treedec.compilation import Compiled
+from treedec.costs import TYPICAL, CostCurve
 from treedec.limits import BACKENDS, SLIDING_ATTENTION, UnsupportedModel, check_configuration
 from treedec.tree import TokenTree
 
@@ -119,10 +120,13 @@ class Target:
         config: its text configuration.
         cache_argument: the name under which its forward takes a cache.
         keeps_logits: its forward takes `logits_to_keep`.
+        costs: what a pass costs by its size, by which drafters leave out nodes that do not pay: typical costs, until
+            `target.costs = treedec.measure_costs(target)`.
     """
 
     def __init__(self, model: PreTrainedModel, compile: bool = False):
         check_configuration(model)
+        self.costs: CostCurve = TYPICAL
         self.model = model
         self.config = model.config.get_text_config()
         self._layer_kinds: list[str] | None = getattr(self.config, "layer_types", None)
@@ -194,6 +198,12 @@ class Target:
             ids, attention_mask=torch.ones_like(ids), next_sequence_length=1, **{self.cache_argument: cache}
         )
         return inputs.get(self.cache_argument) is None
+
+    @property
+    def least_rows(self) -> int:
+        """How many rows of a batch are worth keeping when the others have finished: compiled, a single row is a case of
+        its own."""
+        return 1 if self._compiled is None else 2
 
     def head(self, hidden: Tensor) -> Tensor:
         """`[…, H]` LM-head inputs to `[…, V]` logits, scaled and soft-capped as in the model's own forward."""

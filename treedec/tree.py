@@ -92,6 +92,18 @@ class TokenTree:
             return self
         return TokenTree(F.pad(self.tokens, (0, missing)), F.pad(self.parents, (0, missing)), self.counts)
 
+    def select(self, rows: Sequence[int]) -> TokenTree:
+        """The trees of some rows."""
+        if len(rows) == self.batch:
+            return self
+        return TokenTree(self.tokens[rows], self.parents[rows], self.counts[rows])
+
+    def cut(self, width: int) -> TokenTree:
+        """Of every tree the first `width` nodes at most."""
+        if width >= self.width:
+            return self
+        return TokenTree(self.tokens[:, :width], self.parents[:, :width], self.counts.clamp(max=width))
+
     def children(self, row: int) -> list[list[int]]:
         """Per node of `row`, its children in the order the drafter gave them."""
         count = int(self.counts[row])

@@ -10,7 +10,7 @@ from kit import characters, fresh_model, hooks, prompts, ragged_prompts, referen
 
 import treedec
 from treedec.benchmarks import methods
-from treedec.benchmarks.clock import Clock, accepted_places
+from treedec.benchmarks.clock import accepted_places
 from treedec.benchmarks.counting import check_counts, counted_tokens
 from treedec.benchmarks.methods import (
     COMPILED,
@@ -25,6 +25,7 @@ from treedec.benchmarks.methods import (
     weights_digest,
 )
 from treedec.benchmarks.results import Condition
+from treedec.costs import Clock
 from treedec.drafter import Outcome
 from treedec.growth import DynamicTree
 from treedec.heads import DraftModelDrafter, NgramDrafter, UnionDrafter

@@ -15,12 +15,12 @@ import treedec
 from treedec.benchmarks import bench as bench_module
 from treedec.benchmarks import methods
 from treedec.benchmarks.bench import BenchConfig, bench, summary
-from treedec.benchmarks.clock import Clock
 from treedec.benchmarks.counting import BenchmarkDefect
 from treedec.benchmarks.methods import Engine, conditions_of, parse_methods
 from treedec.benchmarks.prompts import Prompt
 from treedec.benchmarks.results import Failure, read_result
 from treedec.benchmarks.runner import Journal, Measured, Run, cost_curve, units_of
+from treedec.costs import Clock
 from treedec.stats import DecodingStats
 
 NEW = 12

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from treedec import CostCurve
 from treedec.benchmarks import theory
-from treedec.benchmarks.theory import CostCurve, expected_acceptance, predict
+from treedec.benchmarks.theory import expected_acceptance, predict
 from treedec.bounds import acceptance_bounds
 from treedec.reference import speculative_step_verification
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treedec import BestFirst, StaticTree, TokenTree, TreeError
+from treedec import BestFirst, CostCurve, StaticTree, TokenTree, TreeError
 from treedec.growth import DynamicTree
 
 CHOICES = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -152,6 +152,10 @@ def test_best_first_refuses_settings_out_of_range(bad):
         BestFirst(**bad)
 
 
+# Passes of all sizes cost the same.
+NOTHING_MORE = CostCurve((1,), (1.0,))
+
+
 class Opinions:
     """A drafter whose candidates depend on the row and the whole path; tokens tell depth and rank, as above.
 
@@ -189,31 +193,44 @@ class Opinions:
         assert all(len(path) == level - 1 for row in new for path in row)
         return self._scored(new)
 
-    def grow(self, policy, room, limit=64):
-        return policy.grow([9] * self.rows, self.first(), self.expand, room, limit)
+    def grow(self, policy, room, limit=64, costs=NOTHING_MORE):
+        tree, scores = policy.grow([9] * self.rows, self.first(), self.expand, room, limit, costs)
+        assert scores.shape == tree.tokens.shape and scores.device.type == "cpu"
+        return tree
+
+    def value(self, row, path):
+        """The product of the scores along a path."""
+        value = 1.0
+        for depth, token in enumerate(path):
+            ids, scores = self.after(row, path[:depth])
+            value *= float(scores[ids.index(token)])
+        return value
 
 
 def dynamic_twin(policy, opinions, row, room, limit):
-    """The paths of one row's tree, by the plain algorithm, which stops early only where the policy says so; and the
-    level that it reached."""
-    found, level, deepest = {}, {(): 1.0}, 0
+    """The paths of one row's tree, by the plain algorithm, which drafts all levels; and of each level but the first
+    how much the nodes that it follows are together worth, of those that are worth following."""
+    found, level, reaches = {}, {(): 1.0}, []
     for _ in range(min(policy.depth, room)):
         best = sorted(level, key=level.get, reverse=True)[: policy.width]
-        if () not in level and policy.min_reach:
+        if () not in level:
             kept = sorted(found.values(), reverse=True)[: min(policy.nodes, limit) - 1]
-            last = kept[-1] if len(kept) == min(policy.nodes, limit) - 1 else 0
+            last = kept[-1] if 0 < len(kept) == min(policy.nodes, limit) - 1 else 0
             pays = [path for path in best if level[path] > max(last, 0) and level[path] >= policy.min_probability]
-            if sum(level[path] for path in pays) < policy.min_reach:
-                break
+            reaches.append(sum(level[path] for path in pays))
         level = {
             (*path, token): level[path] * float(score)
             for path in best
             for token, score in zip(*opinions.after(row, path), strict=True)
         }
         found |= level
-        deepest += 1
     worth = [path for path in found if found[path] >= policy.min_probability and found[path] > 0]
-    return set(sorted(worth, key=found.get, reverse=True)[: max(0, min(policy.nodes, limit) - 1)]), deepest
+    return set(sorted(worth, key=found.get, reverse=True)[: max(0, min(policy.nodes, limit) - 1)]), reaches
+
+
+def mean_reaches(policy, opinions, rows, room):
+    by_row = [dynamic_twin(policy, opinions, row, room, 64)[1] for row in range(rows)]
+    return [sum(level) / rows for level in zip(*by_row, strict=True)]
 
 
 def row_paths(tree, row):
@@ -244,13 +261,39 @@ def test_a_dynamic_tree_equals_its_plain_twin_in_every_row(policy, room, limit, 
         assert row_paths(tree, row) == dynamic_twin(policy, opinions, row, levels, limit)[0]
 
 
+def test_a_dynamic_tree_tells_what_its_nodes_are_worth():
+    opinions, policy = Opinions(3, 4), DynamicTree(nodes=9, depth=3)
+    tree, scores = policy.grow([9, None, 9], opinions.first(), opinions.expand, [3, 0, 2], 64)
+    for row in (0, 2):
+        found, tokens, parents = [], tree.tokens[row].tolist(), tree.parents[row].tolist()
+        for node in range(int(tree.counts[row])):
+            found.append((*found[parents[node]], tokens[node]) if node else ())
+            assert float(scores[row, node]) == pytest.approx(opinions.value(row, found[-1]), rel=1e-6)
+        assert scores[row, : len(found)].tolist() == sorted(scores[row, : len(found)].tolist(), reverse=True)
+
+
+@given(st.floats(0.001, 0.5), st.integers(1, 4), st.integers(0, 10**6))
+def test_levels_and_nodes_that_passes_are_too_dear_for_are_not_drafted(slope, rows, seed):
+    costs, opinions = CostCurve((1, 101), (1.0, 1 + 100 * slope)), Opinions(rows, 3, seed)
+    least = costs.least_score(rows)
+    policy = DynamicTree(nodes=20, depth=4, width=3, branching=3, min_reach=0.1)
+    opinions.grow(policy, [4] * rows, costs=costs)
+    twin = replace(policy, min_probability=max(least, policy.min_probability))
+    reaches = mean_reaches(twin, opinions, rows, 4)
+    assert len(opinions.calls) == next((i for i, mean in enumerate(reaches) if mean < 0.1 + least), len(reaches))
+    # Who wants every tree as large as it can be gets it.
+    whole, same = replace(policy, min_probability=0.0, min_reach=0.0), Opinions(rows, 3, seed)
+    assert same.grow(whole, [4] * rows, costs=costs).counts.tolist() == [20] * rows
+
+
 @given(st.floats(0.01, 1.0), st.integers(2, 20), st.integers(1, 3), st.integers(0, 10**6))
-def test_a_dynamic_tree_stops_where_no_row_is_likely_to_get(reach, nodes, rows, seed):
+def test_a_dynamic_tree_stops_where_rows_are_not_likely_to_get(reach, nodes, rows, seed):
     policy = DynamicTree(nodes=nodes, depth=5, width=3, branching=3, min_reach=reach)
     opinions = Opinions(rows, 3, seed)
     tree = opinions.grow(policy, [5] * rows)
-    # A level is drafted for all rows or for none.
-    deepest = max(dynamic_twin(policy, opinions, row, 5, 64)[1] for row in range(rows))
+    # A level is drafted for all rows or for none, by what it is worth in all.
+    reaches = mean_reaches(policy, opinions, rows, 5)
+    deepest = 1 + next((place for place, mean in enumerate(reaches) if mean < reach), len(reaches))
     assert len(opinions.calls) == deepest - 1
     whole = replace(policy, depth=deepest, min_reach=0.0)
     for row in range(rows):
@@ -286,7 +329,8 @@ def test_a_dynamic_tree_stays_connected_where_children_are_worth_as_much_as_thei
 def test_a_dynamic_tree_leaves_out_worthless_and_undefined_candidates():
     scores = torch.tensor([[[0.5, 0.0, torch.nan]], [[torch.nan, 1.0, 0.25]]])
     ids = torch.tensor([[[1, 2, 3]], [[4, 5, 6]]])
-    tree = DynamicTree(depth=1, min_probability=0.0).grow([9, 9], (ids, scores), None, [3, 3], 64)
+    tree, values = DynamicTree(depth=1, min_probability=0.0).grow([9, 9], (ids, scores), None, [3, 3], 64)
+    assert values.tolist() == [[1.0, 0.5, 0.0], [1.0, 1.0, 0.25]]
     assert [row_paths(tree, row) for row in range(2)] == [{(1,)}, {(5,), (6,)}]
 
 
@@ -294,7 +338,7 @@ def test_finished_rows_and_rows_without_room_get_no_candidates():
     opinions = Opinions(3, 4)
 
     def grow(room, limit):
-        return DynamicTree().grow([9, None, 8], opinions.first(), opinions.expand, room, limit)
+        return DynamicTree().grow([9, None, 8], opinions.first(), opinions.expand, room, limit)[0]
 
     assert grow([2, 0, 0], 64).counts.tolist()[1:] == [0, 1]
     for room, limit in (([0, 0, 0], 64), ([3, 0, 3], 1)):

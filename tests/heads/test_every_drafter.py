@@ -1,13 +1,14 @@
 """Every way to draft, one promise: the tokens of `model.generate`, whatever the heads say."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from kit import ALL_ARCHITECTURES, DECODING, VOCAB, prompts, ragged_prompts, reference, tiny_model
+from kit import ALL_ARCHITECTURES, DECODING, VOCAB, costing, prompts, ragged_prompts, reference, tiny_model
 
 import treedec
-from treedec import UnsupportedModel
+from treedec import CostCurve, UnsupportedModel
 from treedec.growth import BestFirst, DynamicTree
 from treedec.heads.draft_model import DraftModelDrafter
 from treedec.heads.eagle import EagleConfig, EagleDrafter, EagleHead
@@ -51,30 +52,33 @@ def sizes(**others):
     return {"hidden_size": 32, "vocab_size": VOCAB, "draft_vocab_size": 40} | others
 
 
-def build(name, model):
-    """A drafter with random heads, or the like, in the dtype of the model."""
+def build(name, model, thins=False):
+    """A drafter with random heads, or the like, in the dtype of the model; whose trees lose what does not pay."""
+    least = 1e-9 if thins else 0.0
+    tree, best_first = replace(TREE, min_probability=least), BestFirst(12, min_probability=least)
 
     def heads(kind, config):
         return heads_of(kind, config, model.dtype)
 
     if name == "medusa":
-        return MedusaDrafter(heads(MedusaHeads, MedusaConfig(**sizes(heads=3))), model, BestFirst(12))
+        return MedusaDrafter(heads(MedusaHeads, MedusaConfig(**sizes(heads=3))), model, best_first)
     if name == "hydra":
-        return HydraDrafter(heads(HydraHeads, HydraConfig(**sizes(heads=4))), model, TREE)
+        return HydraDrafter(heads(HydraHeads, HydraConfig(**sizes(heads=4))), model, tree)
     if name == "recurrent":
         config = RecurrentConfig(**sizes(state_size=16, inner_size=24, features=(0, 1)))
-        return RecurrentDrafter(heads(RecurrentHead, config), model, TREE)
+        return RecurrentDrafter(heads(RecurrentHead, config), model, tree)
     if name == "eagle":
         config = EagleConfig(**sizes(draft_vocab_size=VOCAB, version=1, fc_bias=True), **_LAYER)
-        return EagleDrafter(heads(EagleHead, config), model, TREE)
+        return EagleDrafter(heads(EagleHead, config), model, tree)
     if name == "eagle3":
         config = EagleConfig(**sizes(version=3, features=(0, 1, 2), own_lm_head=True), **_LAYER)
-        return EagleDrafter(heads(EagleHead, config), model, TREE)
+        return EagleDrafter(heads(EagleHead, config), model, tree)
     if name == "ngram":
-        return NgramDrafter(min_probability=0)
+        return NgramDrafter(min_probability=least)
     if name == "draft-model":
         return DraftModelDrafter(model, depth=3)
-    return UnionDrafter(NgramDrafter(min_probability=0), build("recurrent", model), nodes=16)
+    members = NgramDrafter(min_probability=0), build("recurrent", model)
+    return UnionDrafter(*members, nodes=None if thins else 16)
 
 
 DRAFTERS = ("medusa", "hydra", "recurrent", "eagle", "eagle3", "ngram", "draft-model", "union")
@@ -111,6 +115,27 @@ def test_every_drafter_equals_generate(name, architecture, decoding, batch):
     assert torch.equal(out.sequences, expected.ids)
     assert torch.equal(torch.get_rng_state(), expected.rng_state)
     assert out.stats.drafted_tokens > 0 or name == "ngram"
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "T=1.0"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_only_nodes_that_pay_are_drafted_unless_every_tree_is_to_be_whole(name, decoding):
+    model, ids, arguments, expected = case("llama", decoding, "ragged")
+
+    def drafted(thins, costs):
+        torch.manual_seed(7)
+        drafter = build(name, model, thins)
+        target = costing(model, costs)
+        out = treedec.generate(target, ids, drafter, return_dict_in_generate=True, **arguments)
+        assert torch.equal(out.sequences, expected.ids)
+        return out.stats.drafted_tokens
+
+    free, some, dear = CostCurve((1,), (1.0,)), CostCurve((1, 11), (1.0, 1.5)), CostCurve((1, 2), (1.0, 100.0))
+    if name == "draft-model":  # its chains are as long as they were asked to be
+        assert drafted(True, free) == drafted(True, dear) > 0
+        return
+    assert drafted(True, free) >= drafted(True, some) >= drafted(True, dear) == 0
+    assert drafted(True, free) > 0 and drafted(False, free) == drafted(False, dear) > 0
 
 
 @pytest.mark.parametrize("rule", ["residual", "traversal", "typical"])

@@ -114,14 +114,14 @@ def test_the_index_grows_with_the_text_and_holds_nothing_else():
     """A session that saw the text grow by irregular steps drafts as one that sees it for the first time."""
     generator = random.Random(0)
     texts = [[generator.randrange(5) for _ in range(length)] for length in (1, 7, 20)]
-    session = NgramDrafter(nodes=12).start(None, 3, 1000)
+    session = NgramDrafter(nodes=12, min_probability=0).start(None, 3, 1000)
     for turn in range(60):
         given = [None if row == 1 and turn > 30 else list(text) for row, text in enumerate(texts)]
         ours = session.propose(state(given, room=[8, 5, 8]))
         assert ours.tree.counts[1] == 0 or turn <= 30
         for row, text in enumerate(given):
             if text is not None:
-                fresh = drafted(text, room=[8, 5, 8][row], nodes=12)
+                fresh = drafted(text, room=[8, 5, 8][row], nodes=12, min_probability=0)
                 assert paths(ours.tree, row) == paths(fresh.tree)
         for text in texts:
             text += [generator.randrange(5) for _ in range(generator.randrange(1, 5))]

@@ -1,0 +1,212 @@
+"""What passes cost decides how wide trees are: never what is said."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit import DECODING, VOCAB, costing, fresh_model, prompts, ragged_prompts, reference, scripted, tiny_model, uneven
+
+import treedec
+from treedec import CostCurve, Draft, Drafter, DraftSession, Target, TokenTree, measure_costs
+from treedec.cache import SlotCache
+from treedec.costs import TYPICAL, Clock
+
+CPU = torch.device("cpu")
+FREE = CostCurve((1,), (1.0,))
+DEAR = CostCurve((1, 2), (1.0, 100.0))
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=1, max_size=5),
+    st.lists(st.booleans(), min_size=5, max_size=5),
+    st.lists(st.floats(0.0, 2.0), min_size=4, max_size=4),
+)
+def test_the_width_has_the_most_tokens_for_its_cost(steps, finished, rises):
+    """Against all widths, for curves of any shape; finished rows neither cost nor count."""
+    seconds = tuple(itertools.accumulate([1.0, *rises]))
+    curve = CostCurve((1, 2, 5, 9, 20), seconds)
+    rows = []
+    for row, done in zip(steps, finished, strict=False):
+        rows.append([0.0] * 5 if done else list(itertools.accumulate([1.0, *row], lambda above, share: above * share)))
+    going = sum(row[0] > 0 for row in rows)
+    if not going:
+        return
+    rate = [sum(sum(row[:width]) for row in rows) / curve.at(min(20, going * width)) for width in range(1, 6)]
+    if 5 * going > 20:
+        rise = (seconds[-1] - seconds[0]) / 19
+        rate[4] = sum(map(sum, rows)) / (seconds[-1] + rise * (5 * going - 20))
+    chosen = curve.width(torch.tensor(rows, dtype=torch.float64))
+    assert rate[chosen - 1] == pytest.approx(max(rate))
+
+
+def test_nodes_that_cost_nothing_are_all_taken_and_dear_ones_never():
+    scores = torch.tensor([[1.0, 0.5, 0.25, 0.125]])
+    assert FREE.width(scores) == 4 and DEAR.width(scores) == 1
+    assert FREE.least_score(3) == 0 and DEAR.least_score(1) == 99
+    # A node of a probability p that costs c of a pass pays if 1 + p exceeds 1 + c.
+    for share, width in ((0.29, 1), (0.31, 2)):
+        assert CostCurve((1, 2), (1.0, 1.3)).width(torch.tensor([[1.0, share]])) == width
+    assert CostCurve((1, 2), (1.0, 1.3)).least_score(1) == pytest.approx(0.3)
+
+
+def test_a_batch_has_narrower_trees_than_a_row():
+    row = torch.tensor([0.8**depth for depth in range(12)])
+    widths = [TYPICAL.width(row.expand(rows, -1)) for rows in (1, 2, 4, 8, 16, 64)]
+    assert widths == sorted(widths, reverse=True) and widths[0] > 8 and widths[3] > 2 and widths[-1] < 3
+    least = [TYPICAL.least_score(rows) for rows in (1, 8, 64)]
+    assert least == pytest.approx([0.03 / 1.0, 8 * 0.03 / 1.21, 64 * 0.03 / 2.89], rel=1e-6)
+    # Beyond what was measured, passes are not taken to be free.
+    assert CostCurve((1, 4), (1.0, 1.6)).least_score(8) == pytest.approx(8 * 0.2 / 2.4)
+
+
+class Knows(Drafter):
+    """Half of its scores fall below what pays, in one row and in a batch."""
+
+    name, max_nodes = "knows", 4
+
+    def __init__(self):
+        self.seen = []
+
+    def start(self, target, batch, capacity):
+        return KnowsSession(self.seen)
+
+
+class KnowsSession(DraftSession):
+    def __init__(self, seen):
+        self.seen = seen
+
+    def propose(self, state):
+        self.seen.append(state.costs)
+        chains = [
+            [] if text is None else [text[-1], 3, 4, 5][: 1 + room]
+            for text, room in zip(state.texts, state.room, strict=True)
+        ]
+        tree = TokenTree.chains(chains)
+        used = torch.arange(tree.width) < tree.counts[:, None]
+        draft = Draft(tree, scores=(torch.tensor([1.0, 0.4, 0.3, 0.01])[: tree.width] * used))
+        thinned = draft.thinned(state.costs)
+        assert thinned.scores.shape == thinned.tree.tokens.shape
+        thinned.validate(VOCAB, state.room)
+        return thinned
+
+
+def test_drafters_are_told_the_costs_of_the_target():
+    for costs in (FREE, DEAR, TYPICAL):
+        drafter = Knows()
+        out = treedec.generate(
+            costing(tiny_model(), costs), prompts(), drafter, max_new_tokens=8, do_sample=False,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        assert set(drafter.seen) == {costs}
+        assert (out.stats.drafted_tokens == 0) == (costs is DEAR)
+    drafter = Knows()
+    treedec.generate(tiny_model(), prompts(), drafter, max_new_tokens=4, do_sample=False)
+    assert set(drafter.seen) == {TYPICAL}
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "T=1.0"])
+def test_costs_do_not_change_the_text(decoding):
+    model, (ids, mask) = tiny_model(), ragged_prompts()
+    arguments = {"attention_mask": mask, "max_new_tokens": 20, **DECODING[decoding]}
+    expected = reference(model, ids, **arguments)
+    drafted = set()
+    for costs in (FREE, DEAR, TYPICAL, CostCurve((1, 2, 3), (1.0, 1.2, 5.0))):
+        torch.manual_seed(7)
+        out = treedec.generate(
+            costing(model, costs), ids, treedec.NgramDrafter(min_probability=1e-9), return_dict_in_generate=True,
+            **arguments,
+        )  # fmt: skip
+        assert torch.equal(out.sequences, expected.ids)
+        assert torch.equal(torch.get_rng_state(), expected.rng_state)
+        drafted.add(out.stats.drafted_tokens)
+    assert 0 in drafted and len(drafted) > 2
+
+
+class TestMeasuring:
+    def test_the_medians_of_sizes_in_turn(self, monkeypatch):
+        target, now, sizes = Target(fresh_model(dtype=torch.float32)), [0.0], []
+        verify = target.verify
+
+        def metered(cache, tree, features=None):
+            sizes.append(tree.width)
+            now[0] += tree.width + (100.0 if len(sizes) > 12 else 0.0)  # a hiccup at the end
+            return verify(cache, tree, features)
+
+        monkeypatch.setattr(target, "verify", metered)
+        costs = measure_costs(target, prompts(), nodes=(1, 2, 8), repeats=3, clock=Clock(CPU, lambda: now[0]))
+        assert costs == CostCurve((1, 2, 8), (1.0, 2.0, 8.0)) and sizes == [1, 2, 8] * 5
+
+    @pytest.mark.parametrize("positions", [2048, 70, 65])
+    def test_what_it_measures_by_default_fits_the_model(self, positions):
+        target = Target(fresh_model(dtype=torch.float32, max_position_embeddings=positions))
+        costs = measure_costs(target, repeats=1)
+        assert costs.nodes[0] == 1 and costs.nodes[-1] == 64 and min(costs.seconds) > 0
+        treedec.generate(costing(target.model, costs), prompts(), treedec.NgramDrafter(), max_new_tokens=5)
+
+    def test_a_context_without_room_is_refused(self):
+        target = Target(fresh_model(dtype=torch.float32, max_position_embeddings=40))
+        with pytest.raises(ValueError, match="context of 40 tokens has no room for 64 nodes"):
+            measure_costs(target)
+        with pytest.raises(ValueError, match="context of 40 tokens has no room for 30 nodes"):
+            measure_costs(target, prompts(), nodes=(1, 30))
+
+
+def test_rows_of_a_cache_can_be_given_up():
+    cache, single = SlotCache(1, 3, 40, CPU, granularity=4), SlotCache(1, 1, 40, CPU, granularity=4)
+
+    def write(cache, rows, place):
+        positions = torch.full((len(rows), 2), place)
+        cache.reserve(positions)
+        states = torch.tensor(rows, dtype=torch.float64)[:, None, None, None].expand(-1, 1, 2, 3) + place
+        cache.layers[0].update(states, -states)
+        cache.commit(torch.ones(len(rows), 2, dtype=torch.bool))
+
+    write(cache, [10, 20, 30], 0)
+    write(single, [30], 0)
+    cache.select([2])
+    assert cache.lengths == [2] and cache.free == 38
+    write(cache, [30], 1)
+    write(single, [30], 1)
+    for ours, expected in zip(cache.visible_states(0, 0), single.visible_states(0, 0), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "T=1.0"])
+def test_passes_compute_only_rows_that_go_on(decoding, monkeypatch):
+    model, (ids, mask) = tiny_model(), ragged_prompts((9, 5, 12, 8))
+    arguments = {"attention_mask": mask, "max_new_tokens": 20, "pad_token_id": 0, **DECODING[decoding]}
+    free = reference(model, ids, **arguments)
+
+    def places(ends):
+        return {next((place for place, token in enumerate(row) if token in ends), 20) for row in free.new}
+
+    pairs = itertools.combinations(sorted({token for row in free.new for token in row[2:]}), 2)
+    arguments["eos_token_id"] = list(max(pairs, key=lambda ends: len(places(ends) - {0, 1})))
+    assert len(places(arguments["eos_token_id"])) > 2, "rows should end at different places"
+    expected = reference(model, ids, **arguments)
+    target, computed = Target(model), []
+    verify = target.verify
+
+    def watched(cache, tree, features=None):
+        computed.append((tree.batch, int((tree.counts > 0).sum())))
+        return verify(cache, tree, features)
+
+    monkeypatch.setattr(target, "verify", watched)
+    for drafter in (None, scripted(expected, "right-then-wrong", mask), uneven(expected, mask)):
+        computed.clear()
+        torch.manual_seed(7)
+        out = treedec.generate(
+            target, ids, drafter, output_logits=True, output_scores=True, return_dict_in_generate=True, **arguments
+        )
+        assert torch.equal(out.sequences, expected.ids)
+        assert torch.equal(torch.get_rng_state(), expected.rng_state)
+        assert all(batch == going for batch, going in computed) and len(set(computed)) > 2
+    # Compiled passes have at least two rows, unless there is only one; those that have finished have no nodes.
+    monkeypatch.setattr(Target, "least_rows", 2)
+    computed.clear()
+    torch.manual_seed(7)
+    assert torch.equal(treedec.generate(target, ids, uneven(expected, mask), **arguments), expected.ids)
+    assert {batch for batch, _ in computed} >= {4, 2} and min(batch for batch, _ in computed) == 2
+    assert any(going == 1 for _, going in computed)

@@ -1,0 +1,166 @@
+"""What a pass of the target costs by its size, and how wide trees have to be to pay.
+
+A pass over trees of up to N nodes in each of B rows computes B · N nodes: a row with few of them costs as much as the
+widest. So nodes pay, or do not, column by column. In a batch fewer columns do than in a single row, for one node more
+in each of eight rows costs eight nodes, and a pass over eight rows takes little longer than over one to begin with.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treedec.tree import TokenTree
+
+if TYPE_CHECKING:
+    from treedec.target import Target
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_CONTEXT = 256
+_WARM_UP = 2
+
+
+class Clock:
+    """Seconds, read when the device has done all that it was given.
+
+    Args:
+        device: the target's.
+        counter: what to read; tests give one of their own.
+    """
+
+    def __init__(self, device: torch.device, counter: Callable[[], float] = time.perf_counter):
+        self._device, self._counter = device, counter
+
+    def read(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        elif self._device.type == "mps":
+            torch.mps.synchronize()
+        return self._counter()
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """What a pass of the target costs on a machine.
+
+    Attributes:
+        nodes: sizes of passes, rising: the nodes of all rows, roots included.
+        seconds: of one pass over so many nodes. For the width of trees only their ratios matter.
+
+    Raises:
+        ValueError: no points, sizes that do not rise from 1 or more, or seconds that are not above 0.
+    """
+
+    nodes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.nodes or len(self.nodes) != len(self.seconds):
+            raise ValueError(f"costs need as many seconds as nodes, not {len(self.seconds)} and {len(self.nodes)}")
+        if any(a >= b for a, b in zip((0, *self.nodes), self.nodes, strict=False)):
+            raise ValueError(f"costs need rising numbers of nodes from 1 on, not {list(self.nodes)}")
+        if not all(math.isfinite(each) and each > 0 for each in self.seconds):
+            raise ValueError(f"costs need seconds above 0, not {list(self.seconds)}")
+
+    @classmethod
+    def of(cls, costs: Mapping[str, Any]) -> CostCurve:
+        """The curve of the `costs` of a benchmark's result."""
+        return cls(tuple(costs["nodes"]), tuple(costs["seconds"]))
+
+    def covers(self, nodes: float) -> bool:
+        return self.nodes[0] <= nodes <= self.nodes[-1]
+
+    def at(self, nodes: float) -> float:
+        """Seconds of a pass over so many nodes, linear between the measured sizes.
+
+        Raises:
+            ValueError: a size outside the measured ones: costs jump where a kernel changes, and no line knows where.
+        """
+        if not self.covers(nodes):
+            raise ValueError(f"{nodes} nodes lie outside the measured {self.nodes[0]} to {self.nodes[-1]}")
+        return float(np.interp(nodes, self.nodes, self.seconds))
+
+    def width(self, scores: Tensor) -> int:
+        """How many columns of trees promise the most tokens per second, that of the roots included.
+
+        A pass yields a token per row, and one for every node that is accepted.
+
+        Args:
+            scores: `[B, N]` floating, CPU: estimates that each node is accepted, falling along each row; 1 for roots, 0
+                for padding and in rows that have finished.
+        """
+        rows = int((scores[:, 0] > 0).sum())
+        tokens = scores.sum(0, dtype=torch.float64).cumsum(0).numpy()
+        return 1 + int((tokens / self._estimate(rows * np.arange(1, len(tokens) + 1))).argmax())
+
+    def least_score(self, rows: int) -> float:
+        """The mean score that a second column must have to pay in so many rows. Later ones must have more."""
+        roots, both = self._estimate(np.array([rows, 2 * rows]))
+        return max(0.0, float(both / roots) - 1)
+
+    def _estimate(self, nodes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds for any sizes. Beyond the largest they are taken to rise as fast as from the first to the last."""
+        seconds = np.interp(nodes, self.nodes, self.seconds)
+        rise = (self.seconds[-1] - self.seconds[0]) / max(1, self.nodes[-1] - self.nodes[0])
+        return seconds + max(0.0, rise) * np.maximum(nodes - self.nodes[-1], 0)
+
+
+# A node adds 2 to 4 % to a pass over one: the demo target in bfloat16 on two cores, compiled or not, in batches of 1 to
+# 8. It is the default because it is the same everywhere: were costs measured in every process, trees would vary from
+# one to the next, and with them the rounding in 16 bits.
+TYPICAL = CostCurve((1, 51), (1.0, 2.5))
+
+
+def measure_costs(
+    target: Target,
+    text: Tensor | None = None,
+    nodes: Sequence[int] = _SIZES,
+    repeats: int = 9,
+    clock: Clock | None = None,
+) -> CostCurve:
+    """Median seconds of a pass over a tree, by its size; the sizes take turns. Takes about `repeats` × `nodes` passes.
+
+    Args:
+        target: runs the passes; nothing is committed.
+        text: `[1, L]` ids of what stands before the tree; None for 256 arbitrary ones.
+        nodes: sizes of the trees, which are binary.
+        repeats: passes per size.
+        clock: takes the times; None for that of the device.
+
+    Raises:
+        ValueError: the text and the largest tree exceed the model's context.
+    """
+    largest, clock = max(nodes), clock or Clock(target.device)
+    if text is None:
+        room = _CONTEXT if target.context_length is None else min(_CONTEXT, target.context_length - largest)
+        text = (torch.arange(max(room, 1), device=target.device) % target.vocab_size)[None]
+    context = text.shape[1]
+    if target.context_length is not None and context + largest > target.context_length:
+        raise ValueError(f"the target's context of {target.context_length} tokens has no room for {largest} nodes")
+    cache = target.allocate(1, context + largest)
+    with torch.no_grad():
+        if context > 1:
+            target.prefill(cache, text[:, :-1])
+        root = int(text[0, -1])
+        trees = {
+            size: TokenTree.from_rows([([root] * size, [(node - 1) // 2 if node else -1 for node in range(size)])])
+            for size in nodes
+        }
+        seconds: dict[int, list[float]] = {size: [] for size in nodes}
+        for repeat in range(-_WARM_UP, repeats):
+            for size, tree in trees.items():
+                started = clock.read()
+                target.verify(cache, tree)
+                took = clock.read() - started
+                if repeat >= 0:
+                    seconds[size].append(took)
+    return CostCurve(tuple(nodes), tuple(median(seconds[size]) for size in nodes))
