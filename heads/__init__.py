@@ -56,10 +56,10 @@ def load_drafter(
             trained heads, treedec's own or in a format that `treedec.heads.formats` reads; or a folder of a small
             causal LM that shares the target's vocabulary. Several, as in `"demo+ngram"`, draft together.
         model: the target; heads are loaded in its dtype, on its device.
-        tree: a growth policy, or the number of nodes per tree, the root included; None for the method's default, which
-            holds only nodes that pay their costs (`Target.costs`), up to 16. Heads whose candidates depend on the path
-            (Hydra, recurrent, EAGLE) take a `DynamicTree`, Medusa's the others; a draft model takes a number only: its
-            trees are chains.
+        tree: a growth policy, or the number of nodes per tree, the root included; None for the method's default: a
+            chain of four of a draft model, else up to 16 nodes that pay their costs (`Target.costs`). Heads whose
+            candidates depend on the path (Hydra, recurrent, EAGLE) take a `DynamicTree`, Medusa's the others; a draft
+            model takes a number only.
 
     Raises:
         FileNotFoundError: no such name or folder, or a folder without heads or a model.

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from treedec.drafter import Draft, Drafter, DraftSession, DraftState, score_table
-from treedec.growth import GrowthPolicy
+from treedec.growth import BestFirst, GrowthPolicy
 from treedec.heads.sequential import draft_vocabulary
 from treedec.target import Target, finish_logits
 from treedec.tree import TokenTree
@@ -173,15 +173,15 @@ class _MedusaSession(DraftSession):
             rows.append(([], []) if text is None else growth.grow(text[-1], candidates, state.budget))
             values.append(_values(*rows[-1], candidates))
         draft = Draft(TokenTree.from_rows(rows), scores=score_table(values))
-        return draft.thinned(state.costs) if growth.thins else draft
+        return draft.thinned(state) if isinstance(growth, BestFirst) and growth.thins else draft
 
 
 def _values(tokens: list[int], parents: list[int], candidates: list[tuple[list[int], list[float]]]) -> list[float]:
-    """Of every node the product of the scores along its path."""
+    """Of every node the product of the scores along its path; what a policy adds of its own is worth nothing."""
     depths, values = [0] * len(tokens), [1.0] * len(tokens)
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if parent >= 0:
             depths[node] = depths[parent] + 1
-            ids, scores = candidates[depths[parent]]
-            values[node] = values[parent] * scores[ids.index(token)]
+            offered = candidates[depths[parent]] if depths[parent] < len(candidates) else ([], [])
+            values[node] = values[parent] * dict(zip(*offered, strict=True)).get(token, 0.0)
     return values

@@ -93,7 +93,7 @@ class _NgramSession(DraftSession):
             rows.append(([], [], []) if text is None else self._grow(text, index, room, state.budget, prior))
         tree = TokenTree.from_rows([(tokens, parents) for tokens, parents, _ in rows])
         draft = Draft(tree, scores=score_table([scores for _, _, scores in rows]))
-        return draft.thinned(state.costs) if self._drafter.min_probability > 0 else draft
+        return draft.thinned(state) if self._drafter.min_probability > 0 else draft
 
     def _grow(
         self, text: list[int], index: _Index, room: int, budget: int, prior: tuple[float, float]

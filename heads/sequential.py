@@ -67,7 +67,7 @@ class SequentialSession(DraftSession):
 
         tree, scores = self._growth.grow(roots, first, expand, state.room, state.budget, state.costs)
         draft = Draft(tree, scores=scores)
-        return draft.thinned(state.costs) if self._growth.thins else draft
+        return draft.thinned(state) if self._growth.thins else draft
 
     def _best(self, state: DraftState, level: int, logits: Tensor) -> Scored:
         """The best candidates at `level` below the root: `[B, n, Vd]` logits to `[B, n, k]` ids and scores."""

@@ -97,7 +97,7 @@ class _UnionSession(DraftSession):
         rows = [_merge(self._trees, scored, row, budget) for row in range(len(state.texts))]
         tree = TokenTree.from_rows([(tokens, parents) for tokens, parents, _ in rows])
         draft = Draft(tree, scores=score_table([scores for _, _, scores in rows]))
-        return draft.thinned(state.costs) if self._drafter.thins else draft
+        return draft.thinned(state) if self._drafter.thins else draft
 
     def observe(self, outcome: Outcome) -> None:
         # The last committed token follows the path: its states are not the drafter's to keep, it is the next root.
@@ -109,7 +109,7 @@ class _UnionSession(DraftSession):
     def _state_for(self, drafter: Drafter, state: DraftState, budget: int) -> DraftState:
         features = [_select(part, drafter.features, self._drafter.features) for part in state.features]
         drafting = Drafting.TOP if state.drafting is Drafting.SAMPLED else state.drafting
-        return replace(state, features=features, drafting=drafting, budget=budget)
+        return replace(state, features=features, drafting=drafting, budget=budget, merged=True)
 
 
 def _select(part: Tensor | None, wanted: tuple[int, ...] | None, given: tuple[int, ...] | None) -> Tensor | None:

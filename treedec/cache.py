@@ -77,9 +77,14 @@ class SlotLayer(CacheLayerMixin):
             self.values = functional.pad(self.values, (0, 0, 0, slots))
 
     def select(self, rows: list[int]) -> None:
-        """Keep the buffers of some rows only."""
+        """Keep the buffers of some rows only. Slots that were never used are not copied."""
         if self.is_initialized:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            high = self._books.high_water
+            for name in ("keys", "values"):
+                before = getattr(self, name)
+                after = before.new_zeros(len(rows), *before.shape[1:])
+                after[:, :, :high] = before[rows, :, :high]
+                setattr(self, name, after)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._books.high_water, 0
@@ -224,7 +229,7 @@ class SlotCache(Cache):
             cast(SlotLayer, layer).select(rows)
         self.visible, self.positions = self.visible[rows], self.positions[rows]
         self.lengths = [self.lengths[row] for row in rows]
-        self._books.rows = self._books.rows[: len(rows)]
+        self._books.rows = torch.arange(len(rows), device=self.visible.device)[:, None]
 
     def rollback(self, lengths: list[int]) -> None:
         """Hide committed tokens at positions `>= lengths[b]` (for drafters that drafted past what was accepted)."""

@@ -89,7 +89,7 @@ class CostCurve:
             raise ValueError(f"{nodes} nodes lie outside the measured {self.nodes[0]} to {self.nodes[-1]}")
         return float(np.interp(nodes, self.nodes, self.seconds))
 
-    def width(self, scores: Tensor) -> int:
+    def width(self, scores: Tensor, rows: int) -> int:
         """How many columns of trees promise the most tokens per second, that of the roots included.
 
         A pass yields a token per row, and one for every node that is accepted.
@@ -97,15 +97,16 @@ class CostCurve:
         Args:
             scores: `[B, N]` floating, CPU: estimates that each node is accepted, falling along each row; 1 for roots, 0
                 for padding and in rows that have finished.
+            rows: how many have not.
         """
-        rows = int((scores[:, 0] > 0).sum())
         tokens = scores.sum(0, dtype=torch.float64).cumsum(0).numpy()
         return 1 + int((tokens / self._estimate(rows * np.arange(1, len(tokens) + 1))).argmax())
 
     def least_score(self, rows: int) -> float:
-        """The mean score that a second column must have to pay in so many rows. Later ones must have more."""
-        roots, both = self._estimate(np.array([rows, 2 * rows]))
-        return max(0.0, float(both / roots) - 1)
+        """A mean score of columns below which no number of them, up to 15, pays in so many rows."""
+        columns = np.arange(1, 17)
+        seconds = self._estimate(rows * columns)
+        return max(0.0, float(((seconds[1:] / seconds[0] - 1) / columns[:-1]).min()))
 
     def _estimate(self, nodes: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds for any sizes. Beyond the largest they are taken to rise as fast as from the first to the last."""
@@ -115,9 +116,10 @@ class CostCurve:
 
 
 # A node adds 2 to 4 % to a pass over one: the demo target in bfloat16 on two cores, compiled or not, in batches of 1 to
-# 8. It is the default because it is the same everywhere: were costs measured in every process, trees would vary from
-# one to the next, and with them the rounding in 16 bits.
-TYPICAL = CostCurve((1, 51), (1.0, 2.5))
+# 8; of the pass and the drafting before it 1.5 to 2 %. With 3 %, EAGLE-3's trees in single rows were slower by 4 %. It
+# is the default because it is the same everywhere: were costs measured in every process, trees would vary from one to
+# the next, and with them the rounding in 16 bits.
+TYPICAL = CostCurve((1, 51), (1.0, 2.0))
 
 
 def measure_costs(
@@ -131,14 +133,19 @@ def measure_costs(
 
     Args:
         target: runs the passes; nothing is committed.
-        text: `[1, L]` ids of what stands before the tree; None for 256 arbitrary ones.
-        nodes: sizes of the trees, which are binary.
+        text: `[1, L]` int64, L at least 1: ids of what stands before the tree; None for 256 arbitrary ones.
+        nodes: sizes of the trees, which are binary; rising.
         repeats: passes per size.
         clock: takes the times; None for that of the device.
 
     Raises:
-        ValueError: the text and the largest tree exceed the model's context.
+        ValueError: the text and the largest tree exceed the model's context; a text of another shape, no sizes, sizes
+            that do not rise, or no passes.
     """
+    CostCurve(tuple(nodes), (1.0,) * len(nodes))  # refuses sizes that are none, before any pass
+    if repeats < 1 or (text is not None and (text.dim() != 2 or len(text) != 1 or text.numel() == 0)):
+        shape = None if text is None else list(text.shape)
+        raise ValueError(f"need at least one pass per size, and a text of shape [1, L]; not {repeats} and {shape}")
     largest, clock = max(nodes), clock or Clock(target.device)
     if text is None:
         room = _CONTEXT if target.context_length is None else min(_CONTEXT, target.context_length - largest)
@@ -149,7 +156,7 @@ def measure_costs(
     cache = target.allocate(1, context + largest)
     with torch.no_grad():
         if context > 1:
-            target.prefill(cache, text[:, :-1])
+            target.prefill(cache, text[:, :-1].to(target.device))
         root = int(text[0, -1])
         trees = {
             size: TokenTree.from_rows([([root] * size, [(node - 1) // 2 if node else -1 for node in range(size)])])

@@ -205,10 +205,10 @@ class Decoder:
         going_first = sorted(self.held, key=lambda row: finished[row])
         count = max(sum(not finished[row] for row in self.held), self.target.least_rows)
         if count < len(self.held):
-            held = sorted(going_first[:count])
-            self.cache.select([self.places[row] for row in held])
-            self.held = held
-            self.places = [held.index(row) if row in held else 0 for row in range(len(self.places))]
+            self.held = sorted(going_first[:count])
+            self.cache.select([self.places[row] for row in self.held])
+            places = {row: place for place, row in enumerate(self.held)}
+            self.places = [places.get(row, 0) for row in range(len(self.places))]
 
     def _verify(self, draft: Draft) -> Verified:
         """The trees of the rows that the cache holds."""

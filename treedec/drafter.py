@@ -50,7 +50,7 @@ class DraftState:
 
     Attributes:
         texts: committed token ids without padding; the last one is the root of the tree to propose.
-        hidden: `[B, H]`, the LM-head input from which the root was predicted.
+        hidden: `[B, H]`, the LM-head input from which the root was predicted; of finished rows anything.
         features: what `Drafter.features` asks for, `[n, F]` per row: of the n tokens whose features have become known
             since the last proposal. First that is the whole prompt, then the accepted path, its root included. Those of
             the root of the tree to propose are never known yet, so in all there are `len(text) - 1`.
@@ -64,6 +64,7 @@ class DraftState:
         chance: random decisions for `Drafting.SAMPLED`.
         samples: the rule samples; how it wants candidates chosen says nothing about that.
         costs: what a pass of the target costs by its size.
+        merged: the tree is going to be one with those of other drafters, and will be thinned then.
     """
 
     texts: list[list[int] | None]
@@ -77,6 +78,7 @@ class DraftState:
     chance: Chance
     samples: bool = False
     costs: CostCurve = TYPICAL
+    merged: bool = False
 
     def odds(self, probabilities: Tensor, level: int, draft_ids: Tensor | None = None) -> Tensor:
         """Estimates that the target picks each token; the candidates that the rule wants have the largest ones.
@@ -117,14 +119,21 @@ class Draft:
     drawn: Tensor | None = None
     scores: Tensor | None = None
 
-    def thinned(self, costs: CostCurve) -> Draft:
-        """The same without the nodes that do not pay their costs, see `CostCurve.width`.
+    def thinned(self, state: DraftState) -> Draft:
+        """The same without the nodes that do not pay their costs, see `CostCurve.width`; all of it if it is merged.
 
-        The trees must have been grown best first: with scores, which fall along each row, and nothing drawn at random.
+        The trees must have been grown best first, so that scores fall along each row.
+
+        Raises:
+            ValueError: there are no scores, or nodes were drawn at random, which must not be dropped.
         """
-        assert self.scores is not None and self.probabilities is None
+        if self.scores is None or self.probabilities is not None:
+            raise ValueError("only drafts with scores, and none of whose nodes were drawn at random, can be thinned")
+        if state.merged:
+            return self
         used = torch.arange(self.tree.width, device="cpu") < self.tree.counts[:, None]
-        width = costs.width(self.scores * used)
+        scores = self.scores.cpu().where(used, 0.0).nan_to_num(0.0)
+        width = state.costs.width(scores, int((self.tree.counts > 0).sum()))
         return replace(self, tree=self.tree.cut(width), scores=self.scores[:, :width])
 
     def validate(self, vocab_size: int, room: Sequence[int]) -> None:

@@ -45,11 +45,6 @@ class GrowthPolicy(Protocol):
         """Largest number of nodes of a tree, the root included."""
         ...
 
-    @property
-    def thins(self) -> bool:
-        """Whether nodes that do not pay their costs may be left out, which takes trees that were grown best first."""
-        ...
-
     def grow(self, root: int, candidates: Candidates, limit: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of a tree of at most `limit` nodes, the root included."""
         ...
@@ -84,6 +79,7 @@ class BestFirst:
 
     @property
     def thins(self) -> bool:
+        """Whether nodes that do not pay their costs are left out."""
         return self.min_probability > 0
 
     def grow(self, root: int, candidates: Candidates, limit: int) -> tuple[list[int], list[int]]:
@@ -158,10 +154,6 @@ class StaticTree:
     def nodes(self) -> int:
         return 1 + len(self.choices)
 
-    @property
-    def thins(self) -> bool:
-        return False
-
     def grow(self, root: int, candidates: Candidates, limit: int) -> tuple[list[int], list[int]]:
         tokens, parents, place = [root], [-1], {0: 0}
         for node, (path, parent) in enumerate(zip(self.choices, self._parents, strict=True), 1):
@@ -210,6 +202,7 @@ class DynamicTree:
 
     @property
     def thins(self) -> bool:
+        """Whether nodes that do not pay their costs are left out."""
         return self.min_probability > 0
 
     @property
@@ -260,6 +253,7 @@ class DynamicTree:
             reached, index = new_values.topk(min(self.width, new_values.shape[1]))  # sorted, best first
             # What follows a node is worth no more than the node, and of equals the earlier candidate is taken.
             last = values.topk(budget).values[:, -1:] if values.shape[1] >= budget else 0
+            # What pays is a matter of means over the rows, but it takes luck for a node below them to matter.
             pays = self._worth_adding(reached) & (reached >= least) & (reached > last)
             # One question to the device, not two.
             wide, reach = torch.stack([pays.sum(1).amax().to(reached.dtype), (reached * pays).sum()]).tolist()

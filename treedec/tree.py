@@ -94,15 +94,15 @@ class TokenTree:
 
     def select(self, rows: Sequence[int]) -> TokenTree:
         """The trees of some rows."""
-        if len(rows) == self.batch:
-            return self
         return TokenTree(self.tokens[rows], self.parents[rows], self.counts[rows])
 
     def cut(self, width: int) -> TokenTree:
         """Of every tree the first `width` nodes at most."""
         if width >= self.width:
             return self
-        return TokenTree(self.tokens[:, :width], self.parents[:, :width], self.counts.clamp(max=width))
+        # Copies: compiled passes would be compiled anew for views, which have the strides of the wider trees.
+        tokens, parents = self.tokens[:, :width].contiguous(), self.parents[:, :width].contiguous()
+        return TokenTree(tokens, parents, self.counts.clamp(max=width))
 
     def children(self, row: int) -> list[list[int]]:
         """Per node of `row`, its children in the order the drafter gave them."""

@@ -247,6 +247,27 @@ def test_medusa_candidates_are_the_best_tokens_of_each_head():
             )
 
 
+class AddsItsOwn:
+    """A growth policy that knows nothing of costs, and adds a token that nobody proposed and a level below the last."""
+
+    depth, branching, nodes = None, 2, 6
+
+    def grow(self, root, candidates, limit):
+        (first, second), (third, _) = candidates[0][0], candidates[1][0]
+        return [root, first, 90, third, second, 91], [-1, 0, 0, 1, 0, 3]
+
+
+def test_medusa_scores_are_products_along_paths(monkeypatch):
+    model = tiny_model()
+    drafter = MedusaDrafter(medusa_heads(model), model, AddsItsOwn())
+    offered = [[[10, 11], [20, 21]]], [[[0.5, 0.25], [0.75, 0.125]]]
+    monkeypatch.setattr(drafter, "candidates", lambda state: offered)
+    session = drafter.start(treedec.Target(model), 1, 30)
+    draft = session.propose(greedy_state([[7]], torch.zeros(1, 32)))
+    assert draft.tree.tokens.tolist() == [[7, 10, 90, 20, 11, 91]]
+    assert draft.scores.tolist() == [[1.0, 0.5, 0.0, 0.375, 0.25, 0.0]]
+
+
 def test_untrained_medusa_heads_repeat_the_prediction_of_the_target():
     """Also where the model caps its logits: the heads go the model's own way from hidden state to score."""
     for name in ("llama", "gemma2"):

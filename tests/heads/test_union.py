@@ -20,7 +20,7 @@ from kit import (
 )
 
 import treedec
-from treedec import BestFirst, DraftModelDrafter, MedusaDrafter, NgramDrafter, TreeError
+from treedec import BestFirst, CostCurve, DraftModelDrafter, MedusaDrafter, NgramDrafter, TreeError
 from treedec.drafter import Draft, Drafter, Drafting, DraftSession, DraftState, Outcome
 from treedec.heads import MedusaConfig, MedusaHeads, UnionDrafter
 from treedec.heads.checkpoint import save_heads
@@ -121,6 +121,38 @@ def test_paths_that_several_drafters_propose_become_one_with_the_highest_score()
     assert scored(draft) == pytest.approx(expected)
     assert list(scored(draft)) == list(expected)  # best first
     draft.tree.validate(VOCAB, [8])
+
+
+@pytest.mark.parametrize("nodes", [None, 16])
+def test_what_pays_is_decided_of_the_merged_tree(nodes):
+    """A column that two drafters fill for half of the rows each pays together, and for neither alone."""
+    costs, texts = CostCurve((2, 4, 6), (1.0, 1.25, 2.0)), [[9], [8]]
+
+    class Half(Fixed):
+        def __init__(self, row):
+            super().__init__([(1,), (2,)], scores=[0.3, 0.01])
+            self.row = row
+
+        def start(self, target, batch, capacity):
+            session = FixedSession(self)
+            propose = session.propose
+
+            def half(state):
+                draft = propose(state)
+                draft.scores[1 - self.row, 1:] = 0.001
+                return draft.thinned(state)
+
+            session.propose = half
+            return session
+
+    given = replace(state(texts), costs=costs)
+    for row in (0, 1):
+        assert Half(row).start(None, 2, 100).propose(given).tree.width == 1
+    union = UnionDrafter(Half(0), Half(1), nodes=nodes).start(treedec.Target(tiny_model()), 2, 100)
+    draft = union.propose(given)
+    # Who says how many nodes there are to be gets them, whether they pay or not.
+    assert draft.tree.counts.tolist() == ([2, 2] if nodes is None else [3, 3])
+    assert draft.scores[:, 1].tolist() == pytest.approx([0.3, 0.3])
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 5])
