@@ -8,7 +8,7 @@ import torch
 from kit import DECODING, VOCAB, fresh_model, hooks, prompts, ragged_prompts, reference, scripted, tiny_model, uneven
 
 import treedec
-from treedec import Target, UnsupportedModel
+from treedec import Draft, Drafter, DraftSession, NgramDrafter, Target, TokenTree, UnsupportedModel
 from treedec.growth import DynamicTree
 from treedec.heads.attention import LayerCache
 from treedec.heads.eagle import EagleConfig, EagleDrafter, EagleHead
@@ -166,6 +166,43 @@ def test_rotary_frequencies_that_change_on_the_way_change_in_compiled_passes(kin
         drafter = scripted(expected, "last-branch-then-wrong")
         ours = treedec.generate(target, prompts(length=12), drafter, max_new_tokens=30, do_sample=False)
         assert torch.equal(ours, expected.ids)
+
+
+class _Cut(Drafter):
+    """Drafts trees of four nodes and cuts them to one size after the other, or not."""
+
+    name, max_nodes = "cut", 4
+
+    def start(self, target, batch, capacity):
+        return _CutSession()
+
+
+class _CutSession(DraftSession):
+    def __init__(self):
+        self.rounds = 0
+
+    def propose(self, state):
+        self.rounds += 1
+        texts = zip(state.texts, state.room, strict=True)
+        rows = [[] if text is None else [text[-1], 3, 4, 5][: 1 + room] for text, room in texts]
+        return Draft(TokenTree.chains(rows).cut(2 + self.rounds % 3))
+
+
+def test_cut_trees_and_dropped_rows_share_the_compilations_of_all_others():
+    """A benchmark compiled for minutes in the middle of a text, at the first tree that had been cut."""
+    model, (ids, mask) = fresh_model(), ragged_prompts((9, 5, 12, 8))
+    target = Target(model, compile=True)
+    arguments = {"attention_mask": mask, "max_new_tokens": 20, "pad_token_id": 0, "do_sample": False}
+    free = reference(model, ids, **arguments).new
+    arguments["eos_token_id"] = [free[0][4], free[1][9], free[2][13]]
+    expected = reference(model, ids, **arguments)
+    for drafter in (NgramDrafter(min_probability=0), _Cut()):
+        out = treedec.generate(target, ids, drafter, **arguments)
+        assert torch.equal(out, expected.ids)
+        for row in (0, 2):
+            treedec.generate(target, ids[row : row + 1], drafter, **arguments | {"attention_mask": mask[row : row + 1]})
+    # One row, or several.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_short_and_a_long_text_share_one_compilation():
