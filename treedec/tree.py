@@ -100,9 +100,7 @@ class TokenTree:
         """Of every tree the first `width` nodes at most."""
         if width >= self.width:
             return self
-        # Copies: compiled passes would be compiled anew for views, which have the strides of the wider trees.
-        tokens, parents = self.tokens[:, :width].contiguous(), self.parents[:, :width].contiguous()
-        return TokenTree(tokens, parents, self.counts.clamp(max=width))
+        return TokenTree(self.tokens[:, :width], self.parents[:, :width], self.counts.clamp(max=width))
 
     def children(self, row: int) -> list[list[int]]:
         """Per node of `row`, its children in the order the drafter gave them."""

@@ -189,7 +189,7 @@ class _CutSession(DraftSession):
 
 
 def test_cut_trees_and_dropped_rows_share_the_compilations_of_all_others():
-    """A benchmark compiled for minutes in the middle of a text, at the first tree that had been cut."""
+    """What is cut is a view with the strides of the wider trees, and a batch loses rows while it is decoded."""
     model, (ids, mask) = fresh_model(), ragged_prompts((9, 5, 12, 8))
     target = Target(model, compile=True)
     arguments = {"attention_mask": mask, "max_new_tokens": 20, "pad_token_id": 0, "do_sample": False}

@@ -147,13 +147,11 @@ def test_a12_tokens_and_parents_of_different_number_are_refused():
         TokenTree.from_rows([GOOD, ([1, 2, 3], [-1, 0])])
 
 
-def test_cutting_and_selecting_are_of_every_row_and_contiguous():
+def test_trees_are_cut_and_selected_row_by_row():
     tree = TokenTree.from_rows([([7, 1, 2, 3], [-1, 0, 1, 1]), ([], []), ([8, 4], [-1, 0])])
     cut = tree.cut(3)
     assert cut.tokens.tolist() == [[7, 1, 2], [0, 0, 0], [8, 4, 0]] and cut.parents[:, 0].tolist() == [-1] * 3
     assert cut.counts.tolist() == [3, 0, 2] and tree.cut(4) is tree and tree.counts.tolist() == [4, 0, 2]
-    # Compiled passes would be compiled anew for the strides of a view.
-    assert cut.tokens.is_contiguous() and cut.tokens.stride() == (3, 1) and cut.tokens._base is None
     swapped = tree.select([2, 0, 1])
     assert swapped.tokens[:, 0].tolist() == [8, 7, 0] and swapped.counts.tolist() == [2, 4, 0]
     assert tree.select([2]).tokens.tolist() == [[8, 4, 0, 0]] and tree.select([2]).parents.tolist()[0][:2] == [-1, 0]
