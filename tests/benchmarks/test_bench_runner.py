@@ -13,14 +13,14 @@ from transformers import AutoTokenizer
 
 import treedec
 from treedec.benchmarks import bench as bench_module
-from treedec.benchmarks import methods
+from treedec.benchmarks import methods, runner
 from treedec.benchmarks.bench import BenchConfig, bench, summary
 from treedec.benchmarks.counting import BenchmarkDefect
 from treedec.benchmarks.methods import Engine, conditions_of, parse_methods
 from treedec.benchmarks.prompts import Prompt
 from treedec.benchmarks.results import Failure, read_result
 from treedec.benchmarks.runner import Journal, Measured, Run, cost_curve, units_of
-from treedec.costs import Clock
+from treedec.costs import Clock, CostCurve
 from treedec.stats import DecodingStats
 
 NEW = 12
@@ -268,20 +268,19 @@ def rows_first_tokens(model, tokenizer):
 
 
 class TestCosts:
-    def test_sizes_take_turns_and_the_median_is_told(self, monkeypatch):
-        model, now, sizes = fresh_model(dtype=torch.float32), [0.0], []
-        target = treedec.Target(model)
-        verify = target.verify
+    def test_they_are_measured_behind_as_much_text_as_asked_for(self, monkeypatch):
+        asked = []
 
-        def metered(cache, tree, features=None):
-            sizes.append(tree.width)
-            now[0] += tree.width + (100.0 if len(sizes) > 12 else 0.0)  # a hiccup at the end
-            return verify(cache, tree, features)
+        def measured(target, text, nodes, repeats, clock):
+            asked.append((text[0].tolist(), nodes, repeats))
+            return CostCurve((1, 2), (0.5, 0.75))
 
-        monkeypatch.setattr(target, "verify", metered)
-        costs = cost_curve(target, Clock(model.device, lambda: now[0]), prompts(), 192, nodes=(1, 2, 8), repeats=3)
-        assert costs == {"nodes": [1, 2, 8], "seconds": [1.0, 2.0, 8.0], "context": 192, "compiled": False}
-        assert sizes == [1, 2, 8] * 5
+        monkeypatch.setattr(runner, "measure_costs", measured)
+        model, text = fresh_model(dtype=torch.float32), prompts()[0].tolist()
+        for context in (5, 12, 31):
+            costs = cost_curve(treedec.Target(model), Clock(model.device), prompts(), context, (1, 2), repeats=3)
+            assert costs == {"nodes": [1, 2], "seconds": [0.5, 0.75], "context": context, "compiled": False}
+            assert asked.pop() == ((text * 3)[:context], (1, 2), 3)
 
     def test_the_context_is_what_the_model_has(self):
         model = fresh_model(dtype=torch.float32, max_position_embeddings=100)
