@@ -210,3 +210,16 @@ def test_what_does_not_fit_the_target_is_refused():
     for bad in ([0, 1], [0, 2, 2], [-1, 0, 1], [5, 7, 9]):
         with pytest.raises(ValueError, match="3 ascending ids below 9"):
             draft_vocabulary(torch.tensor(bad), 3, 9)
+
+
+def test_scores_are_products_along_paths():
+    growth = DynamicTree(nodes=9, depth=3, width=2, branching=3, min_probability=0.0, min_reach=0.0)
+    first, then = torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.06, 0.04]]), torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]])
+    draft = Fixed(growth, first.log(), then.log()).propose(state_for([[4], [5]]))
+    assert draft.tree.counts.tolist() == [9, 9]
+    for row in range(2):
+        for node in range(1, 9):
+            parent, token = int(draft.tree.parents[row, node]), int(draft.tree.tokens[row, node])
+            share = (first if parent == 0 else then)[row, token]
+            assert float(draft.scores[row, node]) == pytest.approx(float(draft.scores[row, parent] * share))
+        assert draft.scores[row, 0] == 1
