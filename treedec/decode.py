@@ -202,17 +202,18 @@ class Decoder:
     def _drop_finished(self) -> None:
         """Give up the keys and values of rows that have finished, which passes would compute on."""
         finished = self.rows.finished
-        going_first = sorted(self.held, key=lambda row: finished[row])
         count = max(sum(not finished[row] for row in self.held), self.target.least_rows)
         if count < len(self.held):
-            self.held = sorted(going_first[:count])
+            self.held = sorted(sorted(self.held, key=lambda row: finished[row])[:count])
             self.cache.select([self.places[row] for row in self.held])
             places = {row: place for place, row in enumerate(self.held)}
             self.places = [places.get(row, 0) for row in range(len(self.places))]
 
     def _verify(self, draft: Draft) -> Verified:
         """The trees of the rows that the cache holds."""
-        return self.target.verify(self.cache, draft.tree.select(self.held), self.layers)
+        # The draft's own tree where it can be: it knows its ancestors and depths since it was validated.
+        tree = draft.tree if len(self.held) == draft.tree.batch else draft.tree.select(self.held)
+        return self.target.verify(self.cache, tree, self.layers)
 
     def _roots(self) -> TokenTree:
         return TokenTree.chains(

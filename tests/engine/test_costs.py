@@ -300,3 +300,22 @@ def test_passes_compute_only_rows_that_go_on(decoding, monkeypatch):
     assert torch.equal(treedec.generate(target, ids, uneven(expected, mask), **arguments), expected.ids)
     assert {batch for batch, _ in computed} >= {4, 2} and min(batch for batch, _ in computed) == 2
     assert any(going == 1 for _, going in computed)
+
+
+def test_a_tree_is_verified_as_it_was_validated(monkeypatch):
+    """What it derives of itself, ancestors and depths, is not computed again."""
+    target, drafted, verified = Target(tiny_model()), [], []
+    verify, validate = target.verify, Draft.validate
+
+    def validated(draft, *limits):
+        drafted.append(draft.tree)
+        validate(draft, *limits)
+
+    def watched(cache, tree, features=None):
+        verified.append(tree)
+        return verify(cache, tree, features)
+
+    monkeypatch.setattr(target, "verify", watched)
+    monkeypatch.setattr(Draft, "validate", validated)
+    treedec.generate(target, prompts(), Knows(), max_new_tokens=8, do_sample=False)
+    assert len(verified) > 2 and all(ours is theirs for ours, theirs in zip(verified, drafted, strict=True))
