@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import weakref
 from collections.abc import Callable
 from inspect import signature
@@ -69,7 +70,7 @@ class Compiled:
 
     def __call__(self, *arguments: Any) -> Any:
         with torch.no_grad(), self._settings, self._limit, self._shapes:
-            return self._run(*arguments)
+            return self._run(*map(_unstrided, arguments))
 
     def changes(self) -> list[str]:
         """Names of the weights and modules that are no longer what was compiled."""
@@ -96,6 +97,20 @@ class Compiled:
         foreign = [key for key, hook in hooks.items() if not str(hook.__module__).startswith("transformers.")]
         values = {name: _plain(value) for name, value in vars(module).items() if name[:1] != "_" or name in _ADAPTERS}
         return type(module), foreign, values
+
+
+def _unstrided(argument: object) -> object:
+    """A tensor with the strides of its own shape; anything else as it is.
+
+    What is cut from a wider tree has the wider one's, and would be compiled anew. Of a single row torch says even then
+    that it is contiguous, and `contiguous()` keeps its strides.
+    """
+    if not isinstance(argument, Tensor):
+        return argument
+    own = tuple(math.prod(argument.shape[place + 1 :]) for place in range(argument.dim()))
+    if argument.stride() == own:
+        return argument
+    return argument.clone(memory_format=torch.contiguous_format)
 
 
 class _Reference(weakref.ref[Tensor]):
