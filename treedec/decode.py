@@ -211,9 +211,7 @@ class Decoder:
 
     def _verify(self, draft: Draft) -> Verified:
         """The trees of the rows that the cache holds."""
-        # The draft's own tree where it can be: it knows its ancestors and depths since it was validated.
-        tree = draft.tree if len(self.held) == draft.tree.batch else draft.tree.select(self.held)
-        return self.target.verify(self.cache, tree, self.layers)
+        return self.target.verify(self.cache, draft.tree.select(self.held), self.layers)
 
     def _roots(self) -> TokenTree:
         return TokenTree.chains(

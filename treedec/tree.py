@@ -93,7 +93,9 @@ class TokenTree:
         return TokenTree(F.pad(self.tokens, (0, missing)), F.pad(self.parents, (0, missing)), self.counts)
 
     def select(self, rows: Sequence[int]) -> TokenTree:
-        """The trees of some rows."""
+        """The trees of some rows; of all in their order this one, which may know its ancestors and depths already."""
+        if list(rows) == list(range(self.batch)):
+            return self
         return TokenTree(self.tokens[rows], self.parents[rows], self.counts[rows])
 
     def cut(self, width: int) -> TokenTree:
