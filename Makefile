@@ -30,7 +30,7 @@ PYTEST = python -m pytest -m "not slow and not gpu and not peer" $(PYTEST_ARGS)
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo         a few prompts, Hugging Face generate against treedec (under three minutes)"
+	@echo "make demo         a few prompts, Hugging Face generate against treedec (two to five minutes)"
 	@echo "make test         the quick tests, with the newest supported transformers; one of them decodes with the demo"
 	@echo "                  target, which is converted once into the cache folder that make demo uses (540 MB)"
 	@echo "make test-oldest  the same tests, with the oldest supported transformers"

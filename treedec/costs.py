@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treedec.compilation import emulated
 from treedec.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -115,11 +116,33 @@ class CostCurve:
         return seconds + max(0.0, rise) * np.maximum(nodes - self.nodes[-1], 0)
 
 
-# A node adds 2 to 4 % to a pass over one: the demo target in bfloat16 on two cores, compiled or not, in batches of 1 to
-# 8; of the pass and the drafting before it 1.5 to 2 %. With 3 %, EAGLE-3's trees in single rows were slower by 4 %. It
-# is the default because it is the same everywhere: were costs measured in every process, trees would vary from one to
-# the next, and with them the rounding in 16 bits.
-TYPICAL = CostCurve((1, 51), (1.0, 2.0))
+# The points are of the demo target on two cores of two AMD EPYCs, one with AVX512-BF16, the other with AVX2.
+#
+# A node adds 2 to 4 % to a pass over one in bfloat16 with its instructions, and in float32 compiled; of the pass and
+# the drafting before it 1.5 to 2 %. With 3 %, EAGLE-3's trees in single rows were slower by 4 %.
+FLAT = CostCurve((1, 51), (1.0, 2.0))
+# For a single row, float32 and float64 have a kernel of their own. Beyond it nodes are cheap.
+_STEP = CostCurve((1, 2, 8, 16, 32, 64), (1.0, 1.5, 1.5, 1.7, 2.3, 3.4))
+# Without instructions for a dtype every row of a product takes its time (0.36 for float16, 0.41 for bfloat16).
+_STEEP = CostCurve((1, 11), (1.0, 5.0))
+
+
+def typical_costs(device: torch.device, dtype: torch.dtype, compiled: bool = False) -> CostCurve:
+    """What passes cost on machines of a kind, for those that have not been measured.
+
+    They are the same in every process. Were costs measured in each, trees would vary from one to the next, and with
+    them the rounding in 16 bits.
+
+    Args:
+        device, dtype: of the target. Nothing but CPUs has been measured; other devices are taken to be no dearer than
+            one with instructions for the dtype.
+        compiled: its passes are.
+    """
+    if device.type != "cpu":
+        return FLAT
+    if emulated(dtype):
+        return _STEEP
+    return _STEP if dtype in (torch.float32, torch.float64) and not compiled else FLAT
 
 
 def measure_costs(

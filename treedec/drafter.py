@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from treedec.chance import Chance
-from treedec.costs import TYPICAL, CostCurve
+from treedec.costs import FLAT, CostCurve
 from treedec.target import Target
 from treedec.tree import TokenTree, TreeError
 
@@ -77,7 +77,7 @@ class DraftState:
     noise: Callable[[int], Tensor]
     chance: Chance
     samples: bool = False
-    costs: CostCurve = TYPICAL
+    costs: CostCurve = FLAT
     merged: bool = False
 
     def odds(self, probabilities: Tensor, level: int, draft_ids: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from treedec.costs import TYPICAL, CostCurve
+from treedec.costs import FLAT, CostCurve
 from treedec.tree import TokenTree, TreeError
 
 #: Candidates per depth, best first: `(token ids, scores)`, the score being the drafter's estimate that the target,
@@ -217,7 +217,7 @@ class DynamicTree:
         expand: Callable[[int, Tensor, Tensor], Scored],
         room: Sequence[int],
         limit: int,
-        costs: CostCurve = TYPICAL,
+        costs: CostCurve = FLAT,
     ) -> tuple[TokenTree, Tensor]:
         """A tree for every row, and the value of each node, `[B, N]` on the CPU, which falls along each row.
 

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from treedec.cache import SlotCache
 from treedec.compilation import Compiled
-from treedec.costs import TYPICAL, CostCurve
+from treedec.costs import CostCurve, typical_costs
 from treedec.limits import BACKENDS, SLIDING_ATTENTION, UnsupportedModel, check_configuration
 from treedec.tree import TokenTree
 
@@ -109,7 +109,7 @@ class Target:
             or every call compiles anew. The copy is of the model as it is now: if weights, adapters or hooks change, it
             is refused at the next text (but a write through `.data` shows nowhere). On the CPU it also packs the
             weights for oneDNN, which takes their memory once more, and again if both single rows and batches are
-            decoded.
+            decoded (not those in 16 bits on a processor without instructions for them).
 
     Raises:
         UnsupportedModel: what `treedec.limits.check_configuration` refuses; with `compile`, a head path that cannot be
@@ -120,13 +120,13 @@ class Target:
         config: its text configuration.
         cache_argument: the name under which its forward takes a cache.
         keeps_logits: its forward takes `logits_to_keep`.
-        costs: what a pass costs by its size, by which drafters leave out nodes that do not pay: typical costs, until
+        costs: what a pass costs by its size, by which drafters leave out nodes that do not pay: `typical_costs`, until
             `target.costs = treedec.measure_costs(target)`.
     """
 
     def __init__(self, model: PreTrainedModel, compile: bool = False):
         check_configuration(model)
-        self.costs: CostCurve = TYPICAL
+        self.costs: CostCurve = typical_costs(model.device, model.dtype, compile)
         self.model = model
         self.config = model.config.get_text_config()
         self._layer_kinds: list[str] | None = getattr(self.config, "layer_types", None)

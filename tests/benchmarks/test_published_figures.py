@@ -13,10 +13,10 @@ from treedec.benchmarks.statistics import Summary
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = {
-    "bfloat16, greedy": "spec_bench_bf16",
-    "bfloat16, T = 1": "spec_bench_bf16_sampled_compiled",
-    "float32, greedy": "spec_bench_fp32_greedy",
-    "float32, T = 1": "spec_bench_fp32_sampled",
+    "bfloat16, greedy": ("spec_bench_bf16", 0.0),
+    "bfloat16, T = 1": ("spec_bench_bf16_sampled_compiled", 1.0),
+    "float32, greedy": ("spec_bench_fp32", 0.0),
+    "float32, T = 1": ("spec_bench_fp32", 1.0),
 }
 
 
@@ -25,11 +25,12 @@ def run(name: str) -> Summary:
     return Summary(read_result(RESULTS / f"{name}.json"))
 
 
-def condition(summary: Summary, said: str) -> int | None:
+def condition(summary: Summary, said: str, temperature: float) -> int | None:
     """Of the run, what a first cell names: a method, and `b4` behind it for a batch of four."""
     method, _, batch = re.match(r"`([^`]+?)( b(\d+))?`", said).groups()
-    wanted = (method, int(batch or 1))
-    return next((i for i, one in enumerate(summary.conditions) if (one.method, one.batch) == wanted), None)
+    wanted = (method, int(batch or 1), temperature)
+    known = [(one.method, one.batch, one.temperature) for one in summary.conditions]
+    return known.index(wanted) if wanted in known else None
 
 
 def over(summary: Summary, index: int, method: str, **of_what) -> str:
@@ -60,11 +61,11 @@ def cells(line: str) -> list[str]:
 
 
 def tables(page: Path):
-    """Each table with the name of the result that was linked to last: header and rows."""
+    """Each table with the result that was linked to last, and the temperature in that line: header and rows."""
     lines, linked = page.read_text(encoding="utf-8").splitlines(), None
     for place, line in enumerate(lines):
         for name in re.findall(r"benchmarks/results/(\w+)/report\.md", line):
-            linked = name
+            linked = name, 1.0 if "T = 1" in line else 0.0
         if line.startswith("| decoding |"):
             body = lines[place + 2 :]
             end = next((i for i, row in enumerate(body) if not row.startswith("|")), len(body))
@@ -74,36 +75,40 @@ def tables(page: Path):
 PAGES = [(name, *table) for name, *table in tables(ROOT / "docs" / "results.md")]
 
 
-@pytest.mark.parametrize(("name", "header", "rows"), PAGES, ids=[f"{page[0]}-{page[1][-1]}" for page in PAGES])
-def test_a_table_says_what_was_measured(name, header, rows):
+@pytest.mark.parametrize(
+    ("of", "header", "rows"),
+    PAGES,
+    ids=[f"{name}-{temperature:g}-{header[-1]}" for (name, temperature), header, _ in PAGES],
+)
+def test_a_table_says_what_was_measured(of, header, rows):
+    name, temperature = of
     summary = run(name)
     assert len(rows) > 2
     for said, *figures in rows:
-        index = condition(summary, said)
+        index = condition(summary, said, temperature)
         assert index is not None, said
         assert figures == [figure(summary, index, column) for column in header], said
 
 
 def test_all_runs_of_the_readme_have_a_table_of_their_own():
-    assert {name for name, *_ in PAGES} >= set(README.values())
+    assert {of for of, *_ in PAGES} >= set(README.values())
 
 
-def test_the_table_of_the_readme_has_the_ratios_of_four_runs():
+def test_the_table_of_the_readme_has_the_ratios_of_four_settings():
     ((_, header, rows),) = tables(ROOT / "README.md")
     assert header == list(README)
-    # Nor is one left out that does badly.
-    known = {(name, index) for name in README.values() for index in range(len(run(name).conditions))}
-    assert known == {(name, condition(run(name), said)) for said, *_ in rows for name in README.values()} - {
-        (name, None) for name in README.values()
-    }
+    shown = set()
     for said, *figures in rows:
         expected = []
-        for name in README.values():
-            index = condition(run(name), said)
+        for name, temperature in README.values():
+            index = condition(run(name), said, temperature)
             reference = index is not None and run(name).conditions[index].method == "hf"
             speed = f"{run(name).speed(index).value:.1f} tokens/s" if reference else ""
             expected.append(NOTHING if index is None else speed or over(run(name), index, "hf"))
+            shown.add((name, index))
         assert figures == expected, said
+    # Nor is one left out that does badly.
+    assert {(name, index) for name, _ in README.values() for index in range(len(run(name).conditions))} <= shown
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)

@@ -132,6 +132,15 @@ def test_generate_says_what_transformers_says(run, folder, tokenizer, sampling):
     assert json.loads(out)["text"] == text
 
 
+@pytest.mark.parametrize("emulates", [True, False])
+def test_a_dtype_that_the_processor_emulates_is_spoken_of(run, folder, monkeypatch, emulates):
+    monkeypatch.setattr("treedec.compilation.emulated", lambda dtype: emulates and dtype == torch.bfloat16)
+    command = ["generate", "abc abc", "--target", folder, "--max-new-tokens", 4, "--drafter", "none", "--dtype"]
+    code, _, err = run(*command, "bfloat16")
+    assert code == 0 and ("no instructions for bfloat16" in err and "--dtype float32" in err) == emulates
+    assert "no instructions" not in run(*command, "float32")[2]
+
+
 @pytest.mark.parametrize(("piped", "prompt"), [("abc", "abc"), ("abc\n", "abc"), ("a\nb\n\n", "a\nb\n")])
 def test_prompt_from_standard_input(run, folder, monkeypatch, piped, prompt):
     monkeypatch.setattr(sys, "stdin", io.StringIO(piped))

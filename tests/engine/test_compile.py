@@ -109,6 +109,22 @@ def test_a_model_that_has_changed_since_is_refused(change):
     assert torch.equal(treedec.generate(Target(model, compile=True), prompts(), drafter, **arguments), after.ids)
 
 
+def test_weights_of_a_dtype_without_instructions_are_no_constants(monkeypatch):
+    """Nothing packs them; passes read them as they are."""
+    monkeypatch.setattr("treedec.compilation.emulated", lambda dtype: True)
+    model = fresh_model()
+    target = Target(model, compile=True)
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    texts = []
+    for _ in range(2):
+        expected = reference(model, prompts(), **arguments)
+        drafter = scripted(expected, "last-branch-then-wrong")
+        assert torch.equal(treedec.generate(target, prompts(), drafter, **arguments), expected.ids)
+        texts.append(expected.ids.tolist())
+        _in_place(model)
+    assert texts[0] != texts[1]
+
+
 def test_an_adapter_that_is_switched_off_is_a_change():
     peft = pytest.importorskip("peft")
     model = fresh_model()

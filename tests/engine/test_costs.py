@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from kit import DECODING, costing, fresh_model, prompts, ragged_prompts, referen
 import treedec
 from treedec import CostCurve, Draft, Drafter, Drafting, DraftSession, DraftState, Target, TokenTree, measure_costs
 from treedec.cache import SlotCache
-from treedec.costs import TYPICAL, Clock
+from treedec.compilation import emulated
+from treedec.costs import FLAT, Clock, typical_costs
 
 CPU = torch.device("cpu")
 FREE = CostCurve((1,), (1.0,))
@@ -54,12 +56,36 @@ def test_nodes_that_cost_nothing_are_all_taken_and_dear_ones_never():
 
 def test_a_batch_has_narrower_trees_than_a_row():
     row = torch.tensor([0.8**depth for depth in range(12)])
-    widths = [TYPICAL.width(row.expand(rows, -1), rows) for rows in (1, 2, 4, 8, 16, 64)]
+    widths = [FLAT.width(row.expand(rows, -1), rows) for rows in (1, 2, 4, 8, 16, 64)]
     assert widths == sorted(widths, reverse=True) and widths[0] > 8 and widths[3] > 2 and widths[-1] <= 3
-    least = [TYPICAL.least_score(rows) for rows in (1, 8, 64)]
+    least = [FLAT.least_score(rows) for rows in (1, 8, 64)]
     assert least == pytest.approx([0.02 / 1.0, 8 * 0.02 / 1.14, 64 * 0.02 / 2.26], rel=1e-6)
     # Beyond what was measured, passes are not taken to be free.
     assert CostCurve((1, 4), (1.0, 1.6)).least_score(8) == pytest.approx(8 * 0.2 / 2.4)
+
+
+def test_typical_costs_are_those_of_the_device_and_the_dtype(monkeypatch):
+    half, plain = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
+    assert not any(map(emulated, plain)) and all(isinstance(emulated(dtype), bool) for dtype in half)
+    for instructions in (True, False):
+        for kernel in ("bf16", "fp16"):
+            known = Mock(return_value=instructions)
+            monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{kernel}_supported", known)
+        for dtype in half:
+            assert (typical_costs(CPU, dtype) is FLAT) == instructions
+            assert typical_costs(CPU, dtype, compiled=True) is typical_costs(CPU, dtype)
+            assert typical_costs(torch.device("cuda"), dtype) is FLAT
+            assert Target(fresh_model(dtype=dtype)).costs is typical_costs(CPU, dtype)
+    for dtype in plain:
+        assert Target(fresh_model(dtype=dtype)).costs is typical_costs(CPU, dtype) is not FLAT
+        assert typical_costs(CPU, dtype, compiled=True) is typical_costs(torch.device("cuda"), dtype) is FLAT
+    # How likely all nodes have to be, for a tree of two and of twelve to pay.
+    for costs, two, twelve in (
+        (FLAT, 0.02, 0.02), (typical_costs(CPU, torch.float32), 0.5, 0.055), (typical_costs(CPU, half[0]), 0.4, 0.4)
+    ):  # fmt: skip
+        for nodes, least in ((2, two), (12, twelve)):
+            for share, pays in ((least * 0.98, False), (least * 1.02, True)):
+                assert (costs.width(torch.tensor([[1.0, *[share] * (nodes - 1)]]), 1) == nodes) == pays, (nodes, share)
 
 
 @given(st.integers(1, 12), st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4), st.floats(0.0, 1.0))
@@ -103,7 +129,7 @@ class TestThinning:
 
     def test_scores_that_are_not_numbers_are_worth_nothing(self):
         draft = Draft(TokenTree.chains([[7, 1, 2]]), scores=torch.tensor([[1.0, math.nan, math.nan]]))
-        assert draft.thinned(self.state(TYPICAL)).tree.width == 1
+        assert draft.thinned(self.state(FLAT)).tree.width == 1
 
     def test_what_is_going_to_be_merged_is_left_whole(self):
         draft = self.draft(0.0)
@@ -112,7 +138,7 @@ class TestThinning:
     def test_drafts_that_must_stay_whole_are_refused(self):
         for bad in (Draft(self.TREE), self.draft(0.0, probabilities=torch.ones(3, 4, 10))):
             with pytest.raises(ValueError, match="drawn at random"):
-                bad.thinned(self.state(TYPICAL))
+                bad.thinned(self.state(FLAT))
 
 
 class Knows(Drafter):
@@ -144,7 +170,7 @@ class KnowsSession(DraftSession):
 
 
 def test_drafters_are_told_the_costs_of_the_target():
-    for costs in (FREE, DEAR, TYPICAL):
+    for costs in (FREE, DEAR, FLAT):
         drafter = Knows()
         out = treedec.generate(
             costing(tiny_model(), costs), prompts(), drafter, max_new_tokens=8, do_sample=False,
@@ -154,7 +180,7 @@ def test_drafters_are_told_the_costs_of_the_target():
         assert (out.stats.drafted_tokens == 0) == (costs is DEAR)
     drafter = Knows()
     treedec.generate(tiny_model(), prompts(), drafter, max_new_tokens=4, do_sample=False)
-    assert set(drafter.seen) == {TYPICAL}
+    assert set(drafter.seen) == {typical_costs(CPU, torch.float64)}
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "T=1.0"])
@@ -163,7 +189,7 @@ def test_costs_do_not_change_the_text(decoding):
     arguments = {"attention_mask": mask, "max_new_tokens": 20, **DECODING[decoding]}
     expected = reference(model, ids, **arguments)
     drafted = set()
-    for costs in (FREE, DEAR, TYPICAL, CostCurve((1, 2, 3), (1.0, 1.2, 5.0))):
+    for costs in (FREE, DEAR, FLAT, CostCurve((1, 2, 3), (1.0, 1.2, 5.0))):
         torch.manual_seed(7)
         out = treedec.generate(
             costing(model, costs), ids, treedec.NgramDrafter(min_probability=1e-9), return_dict_in_generate=True,

@@ -45,7 +45,7 @@ def convert(
     quiet_transformers()
     from treedec.heads.formats import detect, read, write
 
-    model = None if target is None else load(target, Dtype.auto, "cpu")[0]
+    model = None if target is None else load(target, Dtype.auto, "cpu", runs=False)[0]
     stored = read(source, model)
     # "demo" is no name that others know.
     write(destination, stored, to.value, model, base=None if target == "demo" else target, overwrite=overwrite)
@@ -64,7 +64,7 @@ def inspect(
     quiet_transformers()
     from treedec.heads import formats
 
-    facts = formats.inspect(path, None if target is None else load(target, Dtype.auto, "cpu")[0])
+    facts = formats.inspect(path, None if target is None else load(target, Dtype.auto, "cpu", runs=False)[0])
     if as_json:
         print_json(facts)
     else:

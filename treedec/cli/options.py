@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,13 +35,27 @@ CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the pass
 JsonOption = Annotated[bool, typer.Option("--json", help="End standard output with one JSON object.")]
 
 
-def load(target: str, dtype: Dtype, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target and its tokenizer, as the options `--target`, `--dtype` and `--device` name them."""
+def load(
+    target: str, dtype: Dtype, device: str | None, runs: bool = True
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target and its tokenizer, as the options `--target`, `--dtype` and `--device` name them.
+
+    If it is going to run, and in a dtype that this processor is slow with, a line on standard error says so.
+    """
     quiet_transformers()
+    from treedec.compilation import emulated
     from treedec.models import load_target, pick_device
 
     place = pick_device(device)
-    return load_target(target, dtype="auto" if dtype is Dtype.auto else torch_dtype(dtype), device=place)
+    model, tokenizer = load_target(target, dtype="auto" if dtype is Dtype.auto else torch_dtype(dtype), device=place)
+    if runs and model.device.type == "cpu" and emulated(model.dtype):
+        name = str(model.dtype).removeprefix("torch.")
+        print(
+            f"treedec: this processor has no instructions for {name}, so passes over many tokens (training, prompts, "
+            "trees) take several times as long as with --dtype float32",
+            file=sys.stderr,
+        )
+    return model, tokenizer
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
