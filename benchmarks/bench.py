@@ -288,9 +288,10 @@ def target_facts(name: str, model: PreTrainedModel, ids: Tensor) -> dict[str, An
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Processor, threads, device and system."""
+    """Processor, the widest instructions that torch uses on it, threads, device and system."""
     return {
         "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "system": platform.platform(),

@@ -158,7 +158,7 @@ class Result:
 
     Attributes:
         command: what was typed, with the names of files but not the folders they lie in.
-        machine: processor, threads, device and system.
+        machine: processor, its instructions, threads, device and system.
         versions: of treedec, torch and transformers, and a digest of the code that decodes and measures.
         target: name, dtype and shape of the model, and `logits`, the power of two below its largest logits.
         settings: seed, lengths, rounds, prompts and whatever else decided the run.

@@ -58,6 +58,8 @@ def test_a_run_from_end_to_end(run, usual, folder, tmp_path):
     assert result.conditions[:3] == (
         Condition("hf", 0.0, None, 1), Condition("vanilla", 0.0, "greedy", 1), Condition("hf-assisted@4", 0.0, None, 1),
     )  # fmt: skip
+    assert result.machine["threads"] == 1
+    assert result.machine["instructions"] == torch.backends.cpu.get_cpu_capability()
     labels = [condition.label for condition in result.conditions]
     assert f"{folder.name}@3 T=1 residual b2" in labels and "hf-assisted@4 b2" not in labels
     assert "ar T=1" in labels and "ar T=1 residual" not in labels

@@ -15,8 +15,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 README = {
     "bfloat16, greedy": ("spec_bench_bf16", 0.0),
     "bfloat16, T = 1": ("spec_bench_bf16_sampled_compiled", 1.0),
-    "float32, greedy": ("spec_bench_fp32", 0.0),
-    "float32, T = 1": ("spec_bench_fp32", 1.0),
+    "float32, greedy": ("spec_bench_fp32_greedy", 0.0),
+    "float32, T = 1": ("spec_bench_fp32_sampled", 1.0),
 }
 
 
