@@ -19,9 +19,11 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters")  # where peft's layers keep
 def emulated(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of a 16-bit dtype without instructions for it, as oneDNN sees it.
 
-    torch has no public question to ask.
+    torch has no public question to ask, and builds without oneDNN not even this one.
     """
-    return dtype in _KERNELS and not getattr(torch.ops.mkldnn, _KERNELS[dtype])()
+    if dtype not in _KERNELS:
+        return False
+    return not torch.backends.mkldnn.is_available() or not getattr(torch.ops.mkldnn, _KERNELS[dtype])()
 
 
 class Compiled:

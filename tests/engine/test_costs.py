@@ -76,6 +76,10 @@ def test_typical_costs_are_those_of_the_device_and_the_dtype(monkeypatch):
             assert typical_costs(CPU, dtype, compiled=True) is typical_costs(CPU, dtype)
             assert typical_costs(torch.device("cuda"), dtype) is FLAT
             assert Target(fresh_model(dtype=dtype)).costs is typical_costs(CPU, dtype)
+    with monkeypatch.context() as without:  # builds for other processors have neither oneDNN nor its questions
+        without.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        without.setattr(torch.ops, "mkldnn", None)
+        assert all(map(emulated, half)) and not any(map(emulated, plain))
     for dtype in plain:
         assert Target(fresh_model(dtype=dtype)).costs is typical_costs(CPU, dtype) is not FLAT
         assert typical_costs(CPU, dtype, compiled=True) is typical_costs(torch.device("cuda"), dtype) is FLAT
