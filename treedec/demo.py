@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from treedec.api import generate
+from treedec.compilation import emulated
 from treedec.drafter import Drafter
 from treedec.models import DEMO, encode_chat, load_target
 from treedec.stats import DecodingStats
@@ -173,12 +174,15 @@ def figures(results: Sequence[Comparison]) -> dict[str, Any]:
 def fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the device multiplies in it faster than in float32, else float32.
 
-    Processors without bfloat16 instructions emulate them, many times slower. A measurement of a few milliseconds knows
-    that on every architecture, and torch has no public question to ask. For CUDA devices it has one.
+    Where oneDNN has no kernels for bfloat16 it is float32, though for eight rows the two are close there. Else a
+    measurement of a few milliseconds knows, on every architecture; for CUDA devices torch does.
     """
     if device.type != "cpu":
         native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float32
+
+    if emulated(torch.bfloat16):
+        return torch.float32
 
     def seconds(dtype: torch.dtype) -> float:
         x, weight = torch.ones(8, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)

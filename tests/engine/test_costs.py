@@ -15,6 +15,7 @@ from treedec import CostCurve, Draft, Drafter, Drafting, DraftSession, DraftStat
 from treedec.cache import SlotCache
 from treedec.compilation import emulated
 from treedec.costs import FLAT, Clock, typical_costs
+from treedec.demo import fast_dtype
 
 CPU = torch.device("cpu")
 FREE = CostCurve((1,), (1.0,))
@@ -90,6 +91,14 @@ def test_typical_costs_are_those_of_the_device_and_the_dtype(monkeypatch):
         for nodes, least in ((2, two), (12, twelve)):
             for share, pays in ((least * 0.98, False), (least * 1.02, True)):
                 assert (costs.width(torch.tensor([[1.0, *[share] * (nodes - 1)]]), 1) == nodes) == pays, (nodes, share)
+
+
+@pytest.mark.parametrize("emulates", [True, False])
+def test_the_demo_takes_no_dtype_that_the_processor_emulates(emulates, monkeypatch):
+    readings = itertools.chain(range(10), itertools.count(100, 2))  # the first of the two looks faster
+    monkeypatch.setattr("treedec.demo.time.perf_counter", lambda: next(readings))
+    monkeypatch.setattr("treedec.demo.emulated", lambda dtype: emulates)
+    assert fast_dtype(CPU) == (torch.float32 if emulates else torch.bfloat16)
 
 
 @given(st.integers(1, 12), st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4), st.floats(0.0, 1.0))
