@@ -141,6 +141,13 @@ def test_a_dtype_that_the_processor_emulates_is_spoken_of(run, folder, monkeypat
     assert "no instructions" not in run(*command, "float32")[2]
 
 
+def test_nothing_is_said_of_a_dtype_where_the_target_does_not_run(run, folder, monkeypatch):
+    monkeypatch.setattr("treedec.compilation.emulated", lambda dtype: True)
+    for command in (["inspect", "/no/such/heads"], ["convert", "/no/such/heads", "/no/such/place", "--to", "eagle3"]):
+        code, _, err = run(*command, "--target", folder)
+        assert code == 2 and "/no/such/heads" in one_line(err)
+
+
 @pytest.mark.parametrize(("piped", "prompt"), [("abc", "abc"), ("abc\n", "abc"), ("a\nb\n\n", "a\nb\n")])
 def test_prompt_from_standard_input(run, folder, monkeypatch, piped, prompt):
     monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
